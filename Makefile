@@ -1,0 +1,101 @@
+# Every target creates the environment it needs. Variables that may be set on the command line:
+#   PYTHON       interpreter for a new environment (default: the first Python >= 3.11 found)
+#   VENV         where the environment lies (default .venv; one made by hand is used as it is)
+#   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-x tests/routing"
+VENV ?= .venv
+PYTHON ?=
+PYTEST_ARGS ?=
+ORACLES := tests/parity/requirements.txt
+CHECKED := run.py molora_jax pallas_kernels experiments
+
+# The environment gets JAX for the CPU, so other platforms are not looked for: JAX stays quiet.
+# Whoever installed the extra "cuda" runs `make demo JAX_PLATFORMS=cuda`.
+JAX_PLATFORMS ?= cpu
+export JAX_PLATFORMS
+
+python := $(VENV)/bin/python
+find_python := for candidate in $(PYTHON) $(if $(PYTHON),,python3 python3.11 python3.12 python3.13 python); do \
+    if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+      echo "$$candidate"; exit 0; fi; done; \
+    echo "make: no Python >= 3.11 among: $(or $(PYTHON),python3 python3.11 python3.12 python3.13 python)." \
+      "Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 1
+
+# $(call install,ARGUMENTS): under the constraints, with uv where it is present (much faster). pip
+# takes them from variables because older releases read only those for the build's own environment.
+comma := ,
+install = $(python) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+  || { echo "make: $(VENV) has a Python older than 3.11; run 'make clean' first" >&2; exit 1; }; \
+  echo "Installing $(1) into $(VENV)"; \
+  if command -v uv >/dev/null; \
+  then uv pip install --python $(python) -c constraints.txt --build-constraints constraints.txt $(1); \
+  else PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+    $(python) -m pip install --disable-pip-version-check --quiet $(1); fi
+
+# markers of tests that need more than the extra "dev" installs
+NEEDS_MORE := parity or gpu or deviceless
+
+.PHONY: demo test test-long parity deviceless lint format constraints clean
+
+demo: $(VENV)/.installed
+	$(python) run.py --experiment=compose
+
+test: $(VENV)/.installed-dev
+	$(python) -m pytest -m "not (long or $(NEEDS_MORE))" $(PYTEST_ARGS)
+
+test-long: $(VENV)/.installed-dev
+	$(python) -m pytest -m "not ($(NEEDS_MORE))" $(PYTEST_ARGS)
+
+# The two that install much more; give each an environment of its own: make parity VENV=.venv-parity
+parity: $(VENV)/.installed-oracles
+	$(python) -m pytest -m parity $(PYTEST_ARGS)
+
+deviceless: $(VENV)/.installed-deviceless
+	$(python) -m pytest -m deviceless $(PYTEST_ARGS)
+	$(python) -m pallas_kernels.deviceless
+
+lint: $(VENV)/.installed-dev
+	$(python) -m ruff check .
+	$(python) -m ruff format --check .
+	$(python) -m mypy $(CHECKED)
+
+format: $(VENV)/.installed-dev
+	$(python) -m ruff check --fix .
+	$(python) -m ruff format .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+# Resolves constraints.txt anew around the JAX versions named in pyproject.toml. What is pinned stays
+# unless it must move; `make constraints UPGRADE=--upgrade` takes the newest of everything.
+constraints: $(VENV)/.installed-dev
+	@printf '%s\n' hatchling editables | $(VENV)/bin/uv pip compile pyproject.toml - \
+	  --universal --all-extras --python-version 3.11 --no-annotate --no-header --no-emit-index-url \
+	  --quiet $(UPGRADE) --output-file constraints.txt >/dev/null
+	@printf '%s\n' \
+	  "# The exact versions that are tested, for pip and uv: Python 3.11 with JAX 0.10.2, Python 3.12" \
+	  "# with JAX 0.11.2, Python 3.13 and later with JAX 0.12.0.1, told apart by markers." \
+	  "# Made by \`make constraints\` from pyproject.toml; do not edit." | cat - constraints.txt >constraints.tmp
+	@mv constraints.tmp constraints.txt
+
+$(VENV)/pyvenv.cfg:
+	@chosen="$$($(find_python))" && { "$$chosen" -m venv $(VENV) \
+	  || uv venv --clear --seed --python "$$chosen" $(VENV); }
+
+# Stamps: install once, and again when the requirements change.
+$(VENV)/.installed: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@$(call install,-e .)
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@$(call install,-e ".[dev]")
+	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-deviceless: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
+	@$(call install,-e ".[dev$(comma)deviceless]")
+	@touch $@
+
+# By pip alone, whose own settings say where a CPU build of torch lies (see the file).
+$(VENV)/.installed-oracles: $(VENV)/.installed-dev $(ORACLES)
+	PIP_CONSTRAINT=constraints.txt $(python) -m pip install --disable-pip-version-check --quiet -r $(ORACLES)
+	@touch $@

@@ -1,0 +1,1 @@
+"""The tests mirror the packages; `tests.helpers` holds what several of them share."""
