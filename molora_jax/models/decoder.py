@@ -1,0 +1,410 @@
+"""One decoder that is Llama, Qwen2 or Qwen3 by configuration, each projection with routed deltas.
+
+Letters beyond the table of design.md: T cache slots of a row, G = H / Hk query heads per kv head,
+C router columns.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from molora_jax.adapters import AdapterStack
+from molora_jax.layers import MoLoRALinear, RoutedAdapters, linear, rms_norm
+from molora_jax.models.config import ModelConfig, rope_frequencies
+from pallas_kernels import Routing, make_plan
+
+KeyValue = tuple[Float[Array, "B Hk T Dh"], Float[Array, "B Hk T Dh"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecoderOutput:
+    """What one pass computed.
+
+    hidden         (B, S, D) after the final norm; `Decoder.logits` turns it into logits
+    routing        the decision of every layer, (L, N, k) with N = B·S, or None without a router
+    router_logits  (L, N, C) per layer, (1, N, C) where one decision is shared, None where the
+                   router has no logits
+    layer_inputs   (L, B, S, D), each layer's input before its norm, where asked for
+    keys_values    per-layer keys and values of the S tokens, stacked, where asked for
+    """
+
+    hidden: Float[Array, "B S D"]
+    routing: Routing | None = None
+    router_logits: Float[Array, "l N C"] | None = None
+    layer_inputs: Float[Array, "L B S D"] | None = None
+    keys_values: tuple[Array, Array] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of what a batch has read so far; donate it to every step.
+
+    One array per layer and never a stacked one: a step then updates each in place. `filled` marks
+    the slots that hold a real token, `next_slot` the slot that a row writes next.
+    """
+
+    keys: tuple[Float[Array, "B Hk T Dh"], ...]
+    values: tuple[Float[Array, "B Hk T Dh"], ...]
+    filled: Bool[Array, "B T"]
+    next_slot: Int[Array, " B"]
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and gated MLP.
+
+    Built with parameters stacked over layers (a leading L axis on each), called with one layer
+    sliced off.
+    """
+
+    def __init__(self, config: ModelConfig, arrays: Mapping[str, ArrayLike]):
+        self.config = config
+
+        def projection(path: str) -> MoLoRALinear:
+            return MoLoRALinear(arrays[f"{path}.weight"], arrays.get(f"{path}.bias"))
+
+        self.input_norm = nnx.Param(arrays["input_layernorm.weight"])
+        self.post_attention_norm = nnx.Param(arrays["post_attention_layernorm.weight"])
+        self.q_proj = projection("self_attn.q_proj")
+        self.k_proj = projection("self_attn.k_proj")
+        self.v_proj = projection("self_attn.v_proj")
+        self.o_proj = projection("self_attn.o_proj")
+        self.gate_proj = projection("mlp.gate_proj")
+        self.up_proj = projection("mlp.up_proj")
+        self.down_proj = projection("mlp.down_proj")
+        if config.qk_norm:
+            self.q_norm = nnx.Param(arrays["self_attn.q_norm.weight"])
+            self.k_norm = nnx.Param(arrays["self_attn.k_norm.weight"])
+
+    def __call__(self, x, rope, visible, adapters: RoutedAdapters | None, store):
+        """x (B, S, D) → (B, S, D) and what `store` returned.
+
+        `store(k, v)` takes the new keys and values (B, Hk, S, Dh) and returns all that the queries
+        may see, (B, Hk, T, Dh); `visible` (B, S, T) says which of them each query sees.
+        """
+        eps = self.config.rms_norm_eps
+        attended, kept = self._attention(
+            rms_norm(x, self.input_norm[...], eps=eps), rope, visible, adapters, store
+        )
+        x = x + attended
+        h = rms_norm(x, self.post_attention_norm[...], eps=eps)
+        gate = self.gate_proj(h, "gate_proj", adapters)
+        up = self.up_proj(h, "up_proj", adapters)
+        return x + self.down_proj(jax.nn.silu(gate) * up, "down_proj", adapters), kept
+
+    def _attention(self, x, rope, visible, adapters, store):
+        c = self.config
+        B, S, _ = x.shape
+        q = self.q_proj(x, "q_proj", adapters).reshape(B, S, c.num_heads, c.head_dim)
+        k = self.k_proj(x, "k_proj", adapters).reshape(B, S, c.num_kv_heads, c.head_dim)
+        v = self.v_proj(x, "v_proj", adapters).reshape(B, S, c.num_kv_heads, c.head_dim)
+        if c.qk_norm:
+            q = rms_norm(q, self.q_norm[...], eps=c.rms_norm_eps)
+            k = rms_norm(k, self.k_norm[...], eps=c.rms_norm_eps)
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        kept = store(k.swapaxes(1, 2), v.swapaxes(1, 2))
+        out = attention(q, *kept, visible)
+        return self.o_proj(out.reshape(B, S, -1), "o_proj", adapters), kept
+
+
+def attention(
+    q: Float[Array, "B S H Dh"],
+    k: Float[Array, "B Hk T Dh"],
+    v: Float[Array, "B Hk T Dh"],
+    visible: Bool[Array, "B S T"],
+) -> Float[Array, "B S H Dh"]:
+    """Grouped-query attention; the softmax is in float32.
+
+    Hidden keys get a finite minimum, so that a padding query, which sees nothing, stays finite.
+    """
+    B, S, H, Dh = q.shape
+    Hk = k.shape[1]
+    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    grouped = q.reshape(B, S, Hk, H // Hk, Dh)
+    scores = jnp.einsum(
+        "bsngd,bntd->bngst", grouped, k, precision=precision, preferred_element_type=jnp.float32
+    )
+    scores = jnp.where(visible[:, None, None], scores * Dh**-0.5, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    return jnp.einsum("bngst,bntd->bsngd", weights, v, precision=precision).reshape(B, S, H, Dh)
+
+
+def rotate(
+    x: Float[Array, "B S h Dh"], cos: Float[Array, "B S half"], sin: Float[Array, "B S half"]
+) -> Float[Array, "B S h Dh"]:
+    """Rotary position embedding in half-split order: a head's two halves turn together."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Decoder(nnx.Module):
+    """The frozen base model: embedding, L layers over stacked parameters, final norm, output.
+
+    `arrays` are the stacked weights as the loaders of molora_jax.models return them: Hugging Face
+    names without the layer index, e.g. "layers.self_attn.q_proj.weight" (L, F, D).
+    """
+
+    def __init__(self, config: ModelConfig, arrays: Mapping[str, ArrayLike]):
+        arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+        self.config = config
+        self.embedding = nnx.Param(arrays["embed_tokens.weight"])
+        self.norm = nnx.Param(arrays["norm.weight"])
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else nnx.Param(arrays["lm_head.weight"])
+        prefix = "layers."
+        self.layers = DecoderLayer(
+            config, {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+        )
+
+    def logits(self, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
+        """float32 logits of `DecoderOutput.hidden`, or of any rows of it."""
+        head = self.embedding if self.lm_head is None else self.lm_head
+        return linear(hidden, head[...]).astype(jnp.float32)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B S"],
+        mask: Bool[Array, "B S"] | None = None,
+        *,
+        adapters: dict[str, AdapterStack] | None = None,
+        router=None,
+        column_to_slot: Int[Array, " C"] | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+        unroll: bool = False,
+        return_layer_inputs: bool = False,
+        return_keys_values: bool = False,
+    ) -> DecoderOutput:
+        """Reads a whole batch at once, padded on either side.
+
+        tokens          (B, S)
+        mask            (B, S), True for real tokens; None where all are
+        adapters        AdapterBank.stacks; they act only where `router` sends a token
+        router          any router of molora_jax.routing; needed with `adapters`, and the reverse
+        column_to_slot  (C,) slot of each router column, −1 where it is not resident; None: identity
+        unroll          one graph of L layers instead of a scan: slower to compile, for a GPU
+        """
+        if (adapters is None) != (router is None):
+            missing = "router" if router is None else "adapters"
+            raise ValueError(
+                f"{missing} is missing: adapters act only where a router sends a token, so pass "
+                "both (FixedRouter or SequenceRouter for a fixed choice), or neither for the base"
+            )
+        if mask is None:
+            mask = jnp.ones(tokens.shape, bool)
+        rope = self._rope(positions_of(mask))
+        S = tokens.shape[1]
+        visible = jnp.tril(jnp.ones((S, S), bool))[None] & mask[:, None, :]
+        decision = _Decision(
+            self, tokens, mask, adapters, router, column_to_slot, strategy, backend
+        )
+
+        def body(carry, layer_slice):
+            x, held = carry
+            index, layer, stacks, layer_router = layer_slice
+            now, held, logits = decision.at_layer(index, layer_router, x, held)
+            out, keys_values = layer(x, rope, visible, decision.adapters(stacks, now), as_is)
+            emitted = (
+                None if now is None else now[0],
+                logits,
+                x if return_layer_inputs else None,
+                keys_values if return_keys_values else None,
+            )
+            return (out, held), emitted
+
+        x = self.embedding[...][tokens]
+        sliced_router = router if decision.kind == "per_layer" else None
+        layers = (jnp.arange(self.config.num_layers), self.layers, adapters, sliced_router)
+        carry = (x, decision.first())
+        if unroll:
+            emitted = []
+            for index in range(self.config.num_layers):
+                carry, each = body(carry, (index, *at_layer(layers[1:], index)))
+                emitted.append(each)
+            emitted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *emitted)
+        else:
+            carry, emitted = jax.lax.scan(body, carry, layers)
+        routing, logits, layer_inputs, keys_values = emitted
+        if decision.kind == "shared":
+            logits = logits[router.after_layer + 1][None]
+        elif decision.kind == "input":
+            logits = None if decision.input_logits is None else decision.input_logits[None]
+        hidden = rms_norm(carry[0], self.norm[...], eps=self.config.rms_norm_eps)
+        return DecoderOutput(hidden, routing, logits, layer_inputs, keys_values)
+
+    def prefill(
+        self,
+        tokens: Int[Array, "B S"],
+        mask: Bool[Array, "B S"],
+        *,
+        cache_size: int,
+        adapters: dict[str, AdapterStack] | None = None,
+        router=None,
+        column_to_slot: Int[Array, " C"] | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+    ) -> tuple[DecoderOutput, KVCache]:
+        """Reads prompts padded on either side into a new cache of `cache_size` slots a row.
+
+        A row goes on behind its last real token, so right padding is overwritten as it grows.
+        """
+        S = tokens.shape[1]
+        if cache_size < S:
+            raise ValueError(f"cache_size {cache_size} is less than the {S} tokens of the prompt")
+        out = self(
+            tokens, mask, adapters=adapters, router=router, column_to_slot=column_to_slot,
+            strategy=strategy, backend=backend, return_keys_values=True,
+        )  # fmt: skip
+        room = ((0, 0), (0, 0), (0, 0), (0, cache_size - S), (0, 0))
+        keys, values = (tuple(jnp.pad(each, room)) for each in out.keys_values)
+        last = S - jnp.argmax(mask[:, ::-1], axis=1)
+        cache = KVCache(
+            keys,
+            values,
+            filled=jnp.pad(mask, ((0, 0), (0, cache_size - S))),
+            next_slot=jnp.where(mask.any(axis=1), last, 0).astype(jnp.int32),
+        )
+        return dataclasses.replace(out, keys_values=None), cache
+
+    def decode(
+        self,
+        tokens: Int[Array, " B"],
+        cache: KVCache,
+        *,
+        adapters: dict[str, AdapterStack] | None = None,
+        router=None,
+        column_to_slot: Int[Array, " C"] | None = None,
+        strategy: str = "auto",
+        backend: str = "auto",
+    ) -> tuple[DecoderOutput, KVCache]:
+        """Reads one more token of every row: hidden (B, 1, D) and the cache with it written.
+
+        Always unrolled: the cache is one array per layer, each updated in place when donated. A row
+        whose cache is full writes nothing (an index past the end is dropped); the caller stops it.
+        """
+        rows = jnp.arange(tokens.shape[0])
+        slot = cache.next_slot
+        positions = cache.filled.sum(axis=1)[:, None]
+        filled = cache.filled.at[rows, slot].set(True, mode="drop")
+        visible = filled[:, None, :]
+        tokens = tokens[:, None]
+        decision = _Decision(
+            self, tokens, jnp.ones_like(tokens, bool), adapters, router, column_to_slot,
+            strategy, backend,
+        )  # fmt: skip
+        rope = self._rope(positions)
+        sliced_router = router if decision.kind == "per_layer" else None
+        x, held = self.embedding[...][tokens], decision.first()
+        keys, values, routings = [], [], []
+        for index in range(self.config.num_layers):
+            layer, stacks, layer_router = at_layer((self.layers, adapters, sliced_router), index)
+            now, held, _ = decision.at_layer(index, layer_router, x, held)
+
+            def store(k, v, index=index):
+                return tuple(
+                    old[index].at[rows, :, slot].set(new[:, :, 0], mode="drop")
+                    for old, new in ((cache.keys, k), (cache.values, v))
+                )
+
+            x, (k, v) = layer(x, rope, visible, decision.adapters(stacks, now), store)
+            keys.append(k)
+            values.append(v)
+            if now is not None:
+                routings.append(now[0])
+        routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings) if routings else None
+        hidden = rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)
+        return DecoderOutput(hidden, routing), KVCache(tuple(keys), tuple(values), filled, slot + 1)
+
+    def _rope(self, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
+        frequencies, factor = rope_frequencies(self.config)
+        angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(frequencies)[None, None]
+        return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+class _Decision:
+    """When the router speaks: before the layers, at each, or once after one of them.
+
+    The decision that holds at a layer is a pair (Routing, DispatchPlan | None), the carry of the
+    scan. It is planned once and used by all projections that share it.
+    """
+
+    def __init__(self, decoder, tokens, mask, adapters, router, column_to_slot, strategy, backend):
+        self.tokens, self.mask, self.router = tokens, mask, router
+        self.column_to_slot, self.strategy, self.backend = column_to_slot, strategy, backend
+        self.kind = None if router is None else router.decision
+        self.input_logits = None
+        if router is not None:
+            self.num_slots = next(iter(adapters.values())).lora_a.shape[1]
+            if (
+                self.kind == "shared"
+                and not 0 <= router.after_layer < decoder.config.num_layers - 1
+            ):
+                raise ValueError(
+                    f"router.after_layer {router.after_layer} leaves no layer to adapt: the model "
+                    f"has {decoder.config.num_layers} layers, numbered from 0"
+                )
+
+    def _planned(self, routing: Routing):
+        return routing, make_plan(routing, self.num_slots, strategy=self.strategy)
+
+    def first(self):
+        """The decision before layer 0 (no adapter, where the router has not spoken yet)."""
+        if self.kind == "input":
+            routing, self.input_logits, _ = self.router(
+                self.tokens, None, self.mask, None, self.column_to_slot
+            )
+            return self._planned(routing)
+        if self.kind == "shared":
+            shape = (self.tokens.size, self.router.top_k)
+            ids = jnp.full(shape, -1, jnp.int32)
+            return self._planned(Routing(ids, jnp.zeros(shape, jnp.float32)))
+        return None
+
+    def at_layer(self, index, layer_router, x, held):
+        """What layer `index` with input x uses, what the next layer is handed, and the logits."""
+
+        def speak(router):
+            routing, logits, _ = router(self.tokens, x, self.mask, None, self.column_to_slot)
+            return self._planned(routing), logits
+
+        if self.kind == "per_layer":
+            now, logits = speak(layer_router)
+            return now, None, logits
+        if self.kind == "shared":
+            silent = jnp.zeros((self.tokens.size, self.router.num_columns), jnp.float32)
+            now, logits = jax.lax.cond(
+                index == self.router.after_layer + 1,
+                lambda: speak(self.router),
+                lambda: (held, silent),
+            )
+            return now, now, logits
+        return held, held, None
+
+    def adapters(self, stacks, now) -> RoutedAdapters | None:
+        if now is None:
+            return None
+        routing, plan = now
+        return RoutedAdapters(stacks, routing, plan, self.strategy, self.backend)
+
+
+def as_is(keys: Array, values: Array) -> KeyValue:
+    """The `store` of a pass without a cache: queries see the keys and values of the pass itself."""
+    return keys, values
+
+
+def at_layer(stacked, index: int):
+    """One layer of a pytree whose every leaf has a leading layer axis."""
+    return jax.tree.map(lambda leaf: leaf[index], stacked)
+
+
+def positions_of(mask: Bool[Array, "B S"]) -> Int[Array, "B S"]:
+    """Position of each real token in its own row, 0 for what precedes it: padding takes none."""
+    return jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)

@@ -1,0 +1,56 @@
+"""What a base model is, as a sha256: of the files it was read from, or of its arrays in memory."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from molora_jax.models.cache import cache_folder, write_atomically
+
+
+def file_digest(path: str | Path) -> str:
+    """sha256 of a file's content.
+
+    Hashing takes a second for half a gigabyte, so the result is kept in MOLORA_CACHE and holds as
+    long as the file's size and modification time do.
+    """
+    path = Path(path).resolve()
+    stat = path.stat()
+    seen = {"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    name = hashlib.sha256(str(path).encode()).hexdigest()[:24]
+    record = cache_folder() / "digests" / f"{name}.json"
+    if record.exists():
+        known = json.loads(record.read_text("utf-8"))
+        digest = known.pop("sha256")
+        if known == seen:
+            return digest
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    write_atomically(record, json.dumps(seen | {"sha256": digest}).encode())
+    return digest
+
+
+def files_digest(paths: Sequence[str | Path]) -> str:
+    """Digest of a model: that of its one file, or the sha256 of those of its files in order."""
+    digests = [file_digest(path) for path in paths]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def params_digest(tree: Any) -> str:
+    """sha256 over every array of a decoder (or any pytree): its path, dtype, shape and bytes.
+
+    Two trees share it only if they hold the same numbers, so it shows that training left a base
+    untouched. A second for half a gigabyte.
+    """
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        array = np.ascontiguousarray(leaf)
+        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,0 +1,219 @@
+"""Base models by name: a path, one of this project's own, or org/name of the Hugging Face hub."""
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import jax
+from absl import logging
+
+from molora_jax.models.config import ModelConfig
+from molora_jax.models.decoder import Decoder
+from molora_jax.models.digest import files_digest, params_digest
+from molora_jax.models.gguf import load_gguf, read_gguf
+from molora_jax.models.smollm2 import fetch_smollm2
+from molora_jax.models.tiny import tiny_arrays, tiny_config, tiny_tokenizer
+from molora_jax.models.tokenizer import Tokenizer
+from molora_jax.models.weights import DTYPES, load_safetensors, safetensors_files
+
+NAMES = ("smollm2-135m", "tiny-random")
+_HUB_NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?:@([\w./-]+))?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """A frozen base: the name it was asked for, and `digest`, the sha256 of its weight files."""
+
+    name: str
+    config: ModelConfig
+    decoder: Decoder
+    tokenizer: Tokenizer
+    digest: str
+
+
+def load_base(name: str, *, dtype: str = "float32") -> BaseModel:
+    """Loads a base model with its tokenizer.
+
+    `name` is a folder in Hugging Face's layout or a .gguf file; else "smollm2-135m" or
+    "tiny-random"; else "org/name" or "org/name@revision", read from the Hugging Face cache and
+    downloaded into it where missing (never with HF_HUB_OFFLINE=1). `dtype` is what the parameters
+    are kept in: "float32", "bfloat16" or "float16".
+
+    Raises ValueError for a name that is none of these, with the nearest that is, and for files that
+    are not a model this decoder computes; OSError where a model cannot be fetched.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
+    start = time.monotonic()
+    path = _located(name)
+    if path is None:
+        base = _tiny(name, dtype)
+    elif path.is_dir():
+        base = _from_folder(name, path, dtype)
+    else:
+        base = _from_gguf(name, path, dtype)
+    logging.info("base %s: loaded in %.1f s as %s", name, time.monotonic() - start, dtype)
+    return base
+
+
+def base_digest(name: str) -> str:
+    """`load_base(name).digest` without loading the model (fetching it, where it is not here)."""
+    path = _located(name)
+    if path is None:
+        return params_digest(tiny_arrays())
+    return files_digest(safetensors_files(path) if path.is_dir() else [path])
+
+
+def _located(name: str) -> Path | None:
+    """The folder or GGUF file of a name, fetched if need be; None for the random model."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return _model_at(path, name)
+    if name == "smollm2-135m":
+        return fetch_smollm2()
+    if name == "tiny-random":
+        return None
+    if (match := _HUB_NAME.fullmatch(name)) and not name.endswith(".gguf"):
+        return _model_at(_hub_snapshot(*match.groups()), name)
+    near = difflib.get_close_matches(name, [*NAMES, *_cached_names()], n=3, cutoff=0.5)
+    raise ValueError(
+        f"base model {name!r} is neither a path that exists nor a known name"
+        + (f"; did you mean {' or '.join(near)}?" if near else ".")
+        + f" Known are {', '.join(NAMES)}, a folder or .gguf file, and 'org/name' of the hub."
+    )
+
+
+def _model_at(path: Path, name: str) -> Path:
+    """`path` itself, or the one GGUF file in it where it is no Hugging Face folder."""
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return path
+        raise ValueError(
+            f"base model {name!r} is a file without the ending .gguf; expected a GGUF file or the "
+            "folder that holds config.json and model.safetensors"
+        )
+    if (path / "config.json").exists():
+        return path
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return ggufs[0]
+    raise ValueError(
+        f"base model {name!r}: {path} holds no config.json"
+        + (f" and {len(ggufs)} GGUF files; name one of them." if ggufs else ".")
+        + " Expected config.json, model.safetensors (or its shards and index) and tokenizer.json."
+    )
+
+
+def _from_folder(name: str, path: Path, dtype: str) -> BaseModel:
+    generation = path / "generation_config.json"
+    config = ModelConfig.from_hf(
+        json.loads((path / "config.json").read_text("utf-8")),
+        generation=json.loads(generation.read_text("utf-8")) if generation.exists() else None,
+    )
+    arrays = load_safetensors(path, config, dtype=dtype)
+    return BaseModel(
+        name=name,
+        config=config,
+        decoder=_decoder(config, arrays),
+        tokenizer=Tokenizer.from_folder(path, eos_ids=config.eos_ids),
+        digest=files_digest(safetensors_files(path)),
+    )
+
+
+def _from_gguf(name: str, path: Path, dtype: str) -> BaseModel:
+    file = read_gguf(path)
+    config = file.config()
+    logging.info("base %s: %s, tensors: %s", name, path, file.quantisation())
+    return BaseModel(
+        name=name,
+        config=config,
+        decoder=_decoder(config, load_gguf(file, config, dtype=dtype)),
+        tokenizer=Tokenizer.from_gguf(file.fields, eos_ids=config.eos_ids),
+        digest=files_digest([path]),
+    )
+
+
+def _tiny(name: str, dtype: str) -> BaseModel:
+    config, arrays = tiny_config(), tiny_arrays()
+    return BaseModel(
+        name=name,
+        config=config,
+        decoder=_decoder(config, {k: v.astype(DTYPES[dtype]) for k, v in arrays.items()}),
+        tokenizer=tiny_tokenizer(),
+        digest=params_digest(arrays),
+    )
+
+
+def _decoder(config: ModelConfig, arrays: dict) -> Decoder:
+    # device_put takes aligned host memory over on CPU; jnp.asarray would copy it.
+    return Decoder(config, jax.device_put(arrays))
+
+
+def hub_folder() -> Path:
+    """Where huggingface-hub keeps models: HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache's."""
+    if folder := os.environ.get("HF_HUB_CACHE"):
+        return Path(folder).expanduser()
+    home = os.environ.get("HF_HOME")
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return (Path(home) if home else Path(cache) / "huggingface").expanduser() / "hub"
+
+
+def _hub_snapshot(owner: str, model: str, revision: str | None) -> Path:
+    """The folder of a model in the Hugging Face cache, found by reading files; else downloaded."""
+    repo = hub_folder() / f"models--{owner}--{model}"
+    ref = repo / "refs" / (revision or "main")
+    commit = ref.read_text("utf-8").strip() if ref.exists() else revision
+    if commit and _complete(snapshot := repo / "snapshots" / commit):
+        return snapshot
+    name = f"{owner}/{model}"
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        at = f" at revision {revision}" if revision else ""
+        raise FileNotFoundError(
+            f"base model {name}{at} is not complete in {repo}, and HF_HUB_OFFLINE is set. Fill the "
+            f"folder where there is a network with 'hf download {name}"
+            + (f" --revision {revision}" if revision else "")
+            + "' and copy it here (HF_HUB_CACHE names another folder), unset HF_HUB_OFFLINE, or "
+            "give the path of a folder that holds the model."
+        )
+    return _download(name, revision)
+
+
+def _complete(snapshot: Path) -> bool:
+    """Whether everything that loading reads is there; an interrupted download leaves a part."""
+    if not (snapshot / "config.json").exists():
+        return len(list(snapshot.glob("*.gguf"))) == 1
+    try:
+        safetensors_files(snapshot)
+    except ValueError:
+        return False
+    return (snapshot / "tokenizer.json").exists()
+
+
+def _download(name: str, revision: str | None) -> Path:
+    import huggingface_hub
+
+    print(f"base {name}: downloading into {hub_folder()}", flush=True)
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=hub_folder(),
+            allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+        )
+    except (huggingface_hub.errors.HfHubHTTPError, OSError, ValueError) as error:
+        words = str(error).strip().splitlines()
+        raise ConnectionError(
+            f"base model {name!r} is neither a path that exists nor in {hub_folder()}, and the "
+            f"download failed: {words[0] if words else type(error).__name__}. Check the name and "
+            f"the network, or use one of {', '.join(NAMES)}."
+        ) from error
+    return Path(folder)
+
+
+def _cached_names() -> list[str]:
+    folders = hub_folder().glob("models--*--*")
+    return sorted("/".join(folder.name.split("--", 2)[1:]) for folder in folders)
