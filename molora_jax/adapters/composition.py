@@ -1,0 +1,254 @@
+"""Composition: a base, its bank of adapters and a router, as one thing to save, load and serve."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from absl import logging
+from jaxtyping import Int
+from safetensors import SafetensorError
+from safetensors.numpy import load as safetensors_arrays
+from safetensors.numpy import save as safetensors_bytes
+
+from molora_jax.adapters.adapter import Adapter
+from molora_jax.adapters.bank import AdapterBank
+from molora_jax.adapters.folders import new_folder
+from molora_jax.adapters.names import check_label, shortened
+from molora_jax.adapters.peft_load import load_adapter
+from molora_jax.adapters.peft_save import write_adapter
+from molora_jax.adapters.report import public_base_name
+from molora_jax.routing.registry import Router, build_router, router_arrays, router_config
+
+if TYPE_CHECKING:  # the decoder imports this package
+    from molora_jax.models import BaseModel
+
+FORMAT_VERSION = 1
+ROUTER_FILE, RECORD_FILE, ADAPTERS_FOLDER = "router.safetensors", "molora.json", "adapters"
+RECORD_FIELDS = ("base", "bank", "adapters", "router", "columns", "labels_used", "metrics")
+
+
+@dataclass(kw_only=True)
+class Composition:
+    """What a routed model is, beside the base's weights.
+
+    A router's columns belong to adapters by their digest. Where those lie in the bank is asked of
+    the bank each time, so eviction, reloading and swapping cannot make a column point at another
+    adapter: it is −1 while its own is not resident, and found again wherever that is loaded.
+
+    base_name, base_digest  of the base that adapters and router were trained on
+    column_digests          of each router column's adapter, in order
+    labels_used             whether the router's training was told whose own data a token came from
+    metrics                 numbers worth keeping with it; one that is not finite is saved as null
+    """
+
+    base_name: str
+    base_digest: str
+    bank: AdapterBank
+    router: Router
+    column_digests: Sequence[str]
+    labels_used: bool | None = None
+    metrics: Mapping[str, int | float | None] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.column_digests = tuple(self.column_digests)
+        wanted = getattr(self.router, "num_columns", len(self.column_digests))
+        if wanted != len(self.column_digests):
+            raise ValueError(
+                f"the router has {wanted} columns and column_digests {len(self.column_digests)}: "
+                "give the digest of one adapter for each column, in order"
+            )
+
+    @property
+    def column_to_slot(self) -> Int[np.ndarray, " C"]:
+        """(C,) slot of each column's adapter now, −1 where it is not resident."""
+        return self.bank.column_to_slot(self.column_digests)
+
+    @property
+    def column_names(self) -> tuple[str | None, ...]:
+        """The name of each column's adapter in the bank, None where it is not resident."""
+        names = {each.digest: each.name for each in self.bank.list()}
+        return tuple(names.get(digest) for digest in self.column_digests)
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes a folder, whole or not at all; `load` gives back the same numbers.
+
+        adapters/NAME/      a plain PEFT folder for each adapter in the bank
+        router.safetensors  the router's arrays
+        molora.json         everything else
+
+        Raises ValueError where a router column's adapter is not in the bank, since it could not be
+        saved with it.
+        """
+        if absent := self._absent():
+            raise ValueError(
+                f"the composition cannot be saved: the bank does not hold the adapter of "
+                f"{shortened(absent)}. Load it again before saving"
+            )
+        arrays = router_arrays(self.router)
+        _check_router(arrays)
+        record = {
+            "format_version": FORMAT_VERSION,
+            "base": {"name": public_base_name(self.base_name), "sha256": self.base_digest},
+            "bank": {
+                "num_slots": self.bank.num_slots,
+                "max_rank": self.bank.max_rank,
+                "projections": list(self.bank.projections),
+                "dtype": self.bank.dtype.name,
+            },
+            "adapters": [
+                {"name": each.name, "slot": each.slot, "sha256": each.digest}
+                for each in self.bank.list()
+            ],
+            "router": router_config(self.router),
+            "columns": list(self.column_digests),
+            "labels_used": self.labels_used,
+            "metrics": {
+                name: value if value is not None and math.isfinite(value) else None
+                for name, value in self.metrics.items()
+            },
+        }
+        owned = {ROUTER_FILE, RECORD_FILE, ADAPTERS_FOLDER}
+        with new_folder(path, owned=owned, overwrite=overwrite) as folder:
+            for each in self.bank.list():
+                target = folder / ADAPTERS_FOLDER / each.name
+                target.mkdir(parents=True)
+                write_adapter(each.adapter, target)
+            (folder / ROUTER_FILE).write_bytes(safetensors_bytes(arrays))
+            text = json.dumps(record, indent=2, allow_nan=False)
+            (folder / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+        return Path(path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        base: BaseModel,
+        *,
+        allow_missing: bool = False,
+        allow_other_base: bool = False,
+    ) -> Composition:
+        """Reads a folder that `save` wrote, for the base it was made with.
+
+        allow_missing     an adapter that is gone or changed becomes a warning: its column is never
+                          chosen, so tokens go to the others, or to the base where none is left
+        allow_other_base  takes a base with other weights, with a warning
+
+        Raises ValueError, naming what is wrong, for either of these by default.
+        """
+        folder = Path(path)
+        record = _read_record(folder)
+        _check_base(record, base, allow_other_base=allow_other_base)
+        bank = AdapterBank(base.config, **record["bank"])
+        problems = []
+        for entry in record["adapters"]:
+            try:
+                bank.load(_read_adapter(folder, entry), slot=entry["slot"])
+            except (FileNotFoundError, ValueError) as error:
+                problems.append(str(error))
+        composition = cls(
+            base_name=base.name,
+            base_digest=base.digest,
+            bank=bank,
+            router=_read_router(folder, record["router"]),
+            column_digests=record["columns"],
+            labels_used=record["labels_used"],
+            metrics=record["metrics"],
+        )
+        problems += [f"{column} has no adapter" for column in composition._absent()]
+        if problems:
+            text = f"composition {folder}: {'; '.join(problems)}"
+            if not allow_missing:
+                raise ValueError(
+                    f"{text}. Put the saved files back, or pass allow_missing=True to run without"
+                )
+            logging.warning("%s", text)
+        return composition
+
+    def _absent(self) -> list[str]:
+        """The columns whose adapter the bank does not hold."""
+        columns = enumerate(zip(self.column_digests, self.column_to_slot, strict=True))
+        return [
+            f"column {column} (sha256:{digest[:12]})"
+            for column, (digest, slot) in columns
+            if slot < 0
+        ]
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    file = folder / RECORD_FILE
+    if not file.is_file():
+        raise FileNotFoundError(f"no composition at {folder}: expected a folder with {RECORD_FILE}")
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    version = record.get("format_version") if isinstance(record, dict) else None
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{file}: format_version is {version!r}; this version reads {FORMAT_VERSION}. "
+            "Read it with the version of molora_jax that wrote it"
+        )
+    if missing := [name for name in RECORD_FIELDS if name not in record]:
+        raise ValueError(f"{file} lacks {', '.join(missing)}; copy the folder again")
+    return record
+
+
+def _check_base(record: Mapping[str, Any], base: BaseModel, *, allow_other_base: bool) -> None:
+    made_for = record["base"]
+    if made_for["sha256"] == base.digest:
+        return
+    text = (
+        f"this composition was made for the base {made_for['name']!r} "
+        f"(sha256:{made_for['sha256'][:12]}), not for {base.name!r} (sha256:{base.digest[:12]})"
+    )
+    if not allow_other_base:
+        raise ValueError(
+            f"{text}: its adapters and router were trained on other weights. Load that base, or "
+            "pass allow_other_base=True to try"
+        )
+    logging.warning("%s", text)
+
+
+def _read_adapter(folder: Path, entry: Mapping[str, Any]) -> Adapter:
+    # The name becomes a path: checked, so that an edited record cannot lead out of the folder.
+    name = check_label(entry["name"])
+    adapter, _ = load_adapter(folder / ADAPTERS_FOLDER / name, name=name)
+    if adapter.digest != entry["sha256"]:
+        raise ValueError(
+            f"adapter {name!r} is not the one the router was trained with: its content is "
+            f"sha256:{adapter.digest[:12]}, expected sha256:{entry['sha256'][:12]}"
+        )
+    return adapter
+
+
+def _read_router(folder: Path, config: Mapping[str, Any]) -> Router:
+    try:
+        arrays = safetensors_arrays((folder / ROUTER_FILE).read_bytes())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder} has no {ROUTER_FILE}; copy it again") from None
+    except SafetensorError as error:
+        raise ValueError(
+            f"{folder / ROUTER_FILE} is damaged or cut short ({error}); copy it again"
+        ) from error
+    _check_router(arrays)
+    return build_router(dict(config), arrays)
+
+
+def _check_router(arrays: Mapping[str, np.ndarray]) -> None:
+    """A router with NaN would send every token to the base without a word."""
+    broken = [
+        f"{name} ({int((~np.isfinite(array)).sum())} values)"
+        for name, array in arrays.items()
+        if not np.isfinite(array).all()
+    ]
+    if broken:
+        raise ValueError(
+            f"the router has NaN or infinite numbers in {shortened(broken)}: its training diverged "
+            "or the file is damaged. Train it again or take an earlier save"
+        )

@@ -1,0 +1,99 @@
+"""Writing a PEFT folder: safetensors, a complete config and a card, checked by reading it back."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.numpy import save as safetensors_bytes
+
+from molora_jax.adapters.adapter import Adapter
+from molora_jax.adapters.folders import new_folder
+from molora_jax.adapters.lora_config import CONFIG_FILE
+from molora_jax.adapters.names import shortened, tensor_key
+from molora_jax.adapters.peft_load import CARD_FILE, PEFT_FILES, WEIGHTS_FILE, load_adapter
+from molora_jax.adapters.report import LoadReport, public_base_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterCard:
+    """What the README of a saved adapter tells its next user."""
+
+    base: str
+    data: str
+    command: str
+    metrics: Mapping[str, int | float] = field(default_factory=dict)
+
+
+def save_adapter(
+    adapter: Adapter,
+    path: str | Path,
+    *,
+    card: AdapterCard | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes a PEFT folder, whole or not at all, and reads it back before it appears.
+
+    Tensors are written in the dtype they have, under PEFT's names. The re-read must give the same
+    digest, which covers weights, modules and scales; a broken adapter (NaN, no tensors, a config
+    that does not describe its modules) is therefore refused here and not found by its next user.
+    """
+    with new_folder(path, owned=PEFT_FILES, overwrite=overwrite) as folder:
+        write_adapter(adapter, folder, card=card)
+    return Path(path)
+
+
+def write_adapter(adapter: Adapter, folder: Path, *, card: AdapterCard | None = None) -> None:
+    """Writes the three files into an existing folder, and checks them; see `save_adapter`."""
+    adapter.check_finite()
+    tensors = {
+        tensor_key(module, matrix): getattr(pair, matrix.lower())
+        for module, pair in adapter.modules.items()
+        for matrix in "AB"
+    }
+    config = {**adapter.config, "peft_type": "LORA", "inference_mode": True}
+    # Written by hand, since safetensors' own save_file makes a file that only its owner can read.
+    (folder / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors, metadata={"format": "pt"}))
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / CARD_FILE).write_text(_card_text(adapter, card), encoding="utf-8")
+    written, _ = load_adapter(folder, name=adapter.name)
+    if written.digest != adapter.digest:
+        wrong = [
+            name
+            for name, pair in adapter.modules.items()
+            if name not in written.modules or written.modules[name].scale != pair.scale
+        ]
+        raise ValueError(
+            f"adapter {adapter.name!r} is not saved: read back, it is another one "
+            f"(scale or rank of {shortened(wrong) or 'no module'} differs from its config). "
+            "Build it with Adapter.from_arrays, which makes the config that describes it"
+        )
+
+
+def _card_text(adapter: Adapter, card: AdapterCard | None) -> str:
+    base = public_base_name(adapter.config.get("base_model_name_or_path"))
+    front = ["---", "library_name: peft", "tags: [lora]"]
+    if base and "/" in base:
+        front.append(f"base_model: {json.dumps(base)}")
+    report = LoadReport.of(adapter)
+    ranks = sorted({rank for ranks in report.ranks.values() for rank in ranks})
+    scales = sorted({scale for scales in report.scales.values() for scale in scales})
+    lines = [
+        *front,
+        "---",
+        "",
+        f"# {adapter.name}",
+        "",
+        "A LoRA adapter in PEFT's format.",
+        "",
+        f"- Base: {card.base if card else base or 'not stated'}",
+        f"- Projections: {', '.join(adapter.projections)}",
+        f"- Rank: {', '.join(map(str, ranks))}; scale: {', '.join(f'{s:.6g}' for s in scales)}",
+        f"- Digest: sha256:{adapter.digest}",
+    ]
+    if card:
+        lines += [f"- Data: {card.data}", "", "## Made by", "", "```", card.command, "```"]
+        if card.metrics:
+            lines += ["", "## Metrics", "", "| metric | value |", "|---|---|"]
+            lines += [f"| {name} | {value:.6g} |" for name, value in card.metrics.items()]
+    return "\n".join(lines) + "\n"
