@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
@@ -18,6 +19,7 @@ from molora_jax.layers import MoLoRALinear, RoutedAdapters, linear, rms_norm
 from molora_jax.models.config import ModelConfig, rope_frequencies
 from pallas_kernels import Routing, make_plan
 
+Given = Array | np.ndarray
 KeyValue = tuple[Float[Array, "B Hk T Dh"], Float[Array, "B Hk T Dh"]]
 
 
@@ -171,12 +173,12 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B S"],
-        mask: Bool[Array, "B S"] | None = None,
+        tokens: Int[Given, "B S"],
+        mask: Bool[Given, "B S"] | None = None,
         *,
         adapters: dict[str, AdapterStack] | None = None,
         router=None,
-        column_to_slot: Int[Array, " C"] | None = None,
+        column_to_slot: Int[Given, " C"] | None = None,
         strategy: str = "auto",
         backend: str = "auto",
         unroll: bool = False,
@@ -198,8 +200,8 @@ class Decoder(nnx.Module):
                 f"{missing} is missing: adapters act only where a router sends a token, so pass "
                 "both (FixedRouter or SequenceRouter for a fixed choice), or neither for the base"
             )
-        if mask is None:
-            mask = jnp.ones(tokens.shape, bool)
+        tokens = jnp.asarray(tokens)
+        mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
         rope = self._rope(positions_of(mask))
         S = tokens.shape[1]
         visible = jnp.tril(jnp.ones((S, S), bool))[None] & mask[:, None, :]
@@ -242,13 +244,13 @@ class Decoder(nnx.Module):
 
     def prefill(
         self,
-        tokens: Int[Array, "B S"],
-        mask: Bool[Array, "B S"],
+        tokens: Int[Given, "B S"],
+        mask: Bool[Given, "B S"],
         *,
         cache_size: int,
         adapters: dict[str, AdapterStack] | None = None,
         router=None,
-        column_to_slot: Int[Array, " C"] | None = None,
+        column_to_slot: Int[Given, " C"] | None = None,
         strategy: str = "auto",
         backend: str = "auto",
     ) -> tuple[DecoderOutput, KVCache]:
@@ -276,12 +278,12 @@ class Decoder(nnx.Module):
 
     def decode(
         self,
-        tokens: Int[Array, " B"],
+        tokens: Int[Given, " B"],
         cache: KVCache,
         *,
         adapters: dict[str, AdapterStack] | None = None,
         router=None,
-        column_to_slot: Int[Array, " C"] | None = None,
+        column_to_slot: Int[Given, " C"] | None = None,
         strategy: str = "auto",
         backend: str = "auto",
     ) -> tuple[DecoderOutput, KVCache]:
@@ -295,7 +297,7 @@ class Decoder(nnx.Module):
         positions = cache.filled.sum(axis=1)[:, None]
         filled = cache.filled.at[rows, slot].set(True, mode="drop")
         visible = filled[:, None, :]
-        tokens = tokens[:, None]
+        tokens = jnp.asarray(tokens)[:, None]
         decision = _Decision(
             self, tokens, jnp.ones_like(tokens, bool), adapters, router, column_to_slot,
             strategy, backend,
