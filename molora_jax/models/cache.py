@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 
@@ -17,9 +16,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "molora_jax"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a small file so that a reader sees the old content or the new one, never a part."""
+def write_atomically(path: Path, text: str) -> None:
+    """A reader, or a kill, sees the old file or the new one and never half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+    half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    half.write_text(text, encoding="utf-8")
+    os.replace(half, path)

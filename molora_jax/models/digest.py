@@ -30,7 +30,7 @@ def file_digest(path: str | Path) -> str:
             return digest
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    write_atomically(record, json.dumps(seen | {"sha256": digest}).encode())
+    write_atomically(record, json.dumps(seen | {"sha256": digest}))
     return digest
 
 

@@ -1,0 +1,139 @@
+"""Names of the experiments, what a line of each says, and the checks that every Config shares.
+
+Importing this file imports nothing heavy: an entry holds an import path, not a module, so that
+`run.py --list` and `--help` answer at once. An experiment is a module with
+
+    Config            frozen keyword-only dataclass: every field has a default (scale `cpu`), one is
+                      `seed: int`; its `__post_init__` calls `check_config(self)` first
+    digests(config)   {"data": ..., "base": ...}: content digests of what the run reads; with the
+                      config they make the run's id
+    main(config, run) measures, and ends with `run.finish(...)`; see experiments.results.Run
+    SWEEPS            optional: {name: function() -> list of gin bindings, one string a point}
+"""
+
+import collections.abc
+import dataclasses
+import difflib
+import importlib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One line of the registry: where the module is, what it answers, and the paper's tables."""
+
+    module: str
+    summary: str
+    tables: str = ""
+
+    def load(self) -> types.ModuleType:
+        """Imports the experiment's module (jax, models and all)."""
+        return importlib.import_module(self.module)
+
+
+EXPERIMENTS: Mapping[str, Experiment] = {
+    "compose": Experiment(
+        module="experiments.compose",
+        tables="Fig 3, Tab 15, 17",
+        summary="four LoRAs trained apart, one router, one pass: held-out loss, share of tokens",
+    ),
+    "overhead": Experiment(
+        module="experiments.overhead",
+        tables="Tab 16",
+        summary="time of the routed forward pass of a whole model over the base's",
+    ),
+    "train_adapter": Experiment(
+        module="experiments.train_adapter",
+        summary="a LoRA adapter from your own JSON lines, saved as a PEFT folder",
+    ),
+    "train_router": Experiment(
+        module="experiments.train_router",
+        summary="a router over adapter folders, fitted on a data file of each",
+    ),
+}
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
+    """The known names most like `name`, best first; may be empty."""
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+
+
+def place(default: typing.Any = "") -> typing.Any:
+    """A Config field that says where something lies: it is left out of the run's id."""
+    return dataclasses.field(default=default, metadata={"place": True})
+
+
+def check_config(config: typing.Any) -> None:
+    """Holds every field of a Config to its annotation, since gin checks no types.
+
+    An int where a float is wanted becomes a float and a list becomes a tuple, so that equal
+    configs have equal hashes however they were written. Call it first in `__post_init__`.
+
+    Raises:
+      ValueError: names the class, the field, the value and the type expected.
+    """
+    hints = typing.get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        try:
+            value = _fit(value, hints[field.name])
+        except TypeError as error:
+            raise ValueError(f"{type(config).__name__}.{field.name} = {value!r}: {error}") from None
+        object.__setattr__(config, field.name, value)
+
+
+def _fit(value: typing.Any, hint: typing.Any) -> typing.Any:
+    """`value` as `hint` wants it; TypeError says what was expected. bool is not an int here."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        if value in args:
+            return value
+        close = nearest(str(value), map(str, args), count=1)
+        also = f"; did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"expected one of {', '.join(map(repr, args))}{also}")
+    if origin in (types.UnionType, typing.Union):
+        for option in args:
+            try:
+                return _fit(value, option)
+            except TypeError:
+                continue
+        raise TypeError(f"expected {hint}")
+    if origin in (tuple, collections.abc.Sequence):
+        if not isinstance(value, tuple | list):
+            raise TypeError("expected a list or tuple")
+        if origin is not tuple or args[-1] is Ellipsis:
+            return tuple(_fit(item, args[0]) for item in value)
+        if len(args) != len(value):
+            raise TypeError(f"expected {len(args)} values")
+        return tuple(_fit(item, arg) for item, arg in zip(value, args, strict=True))
+    if hint is float and type(value) is int:
+        return float(value)
+    expected = type(None) if hint is None else hint
+    if type(value) is not expected:
+        raise TypeError(f"expected {getattr(expected, '__name__', expected)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise TypeError("expected a finite number")
+    return value
+
+
+def lines(registry: Mapping[str, Experiment] = EXPERIMENTS) -> list[str]:
+    """What `--list` prints: name, paper tables, summary."""
+    rows = [(name, entry.tables or "-", entry.summary) for name, entry in registry.items()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"{name:<{widths[0]}}  {tables:<{widths[1]}}  {text}" for name, tables, text in rows]
+
+
+def product(sweeps: Iterable[list[str]]) -> list[str]:
+    """Every combination of one point from each sweep, as one string of bindings a combination."""
+    points = [""]
+    for sweep in sweeps:
+        points = [f"{left}\n{right}".strip() for left in points for right in sweep]
+    return points
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Names that occur more than once."""
+    return [name for name, count in collections.Counter(names).items() if count > 1]

@@ -1,0 +1,184 @@
+"""Runs: their ids, how one is measured or found again, how it ends, and tables of several.
+
+`<workdir>/<experiment>/<run id>/` holds config.gin, config.json, metrics.jsonl, report.md, pictures
+and result.json. `python -m experiments.results RUN...` prints a table of such folders.
+"""
+
+import csv
+import dataclasses
+import io
+import json
+import pathlib
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from experiments import artifacts
+from experiments.provenance import source_digest
+from experiments.run_folder import Claim, Run, markdown, read_result, show
+
+__all__ = ["Claim", "Run", "config_gin", "execute", "run_id", "table", "write_table"]
+
+
+def execute(
+    name: str,
+    module: types.ModuleType,
+    config: Any,
+    digests: Mapping[str, str],
+    *,
+    scale: str,
+    workdir: pathlib.Path,
+    rerun: bool = False,
+    retrain: bool = False,
+) -> tuple[str, pathlib.Path]:
+    """One run of one experiment, found or measured: (status, folder).
+
+    A finished run is printed and not repeated, unless `rerun` or `retrain`. One that was killed,
+    stopped or failed is taken up again: what it trained is in the cache, what it was training has
+    its checkpoint there. An exception in `main` ends as status failed, an interrupt (SIGINT,
+    SIGTERM) as stopped.
+
+    Args:
+      digests: what `module.digests(config)` says of the data and the base.
+    """
+    path = workdir / name / run_id(name, config, digests)
+    found = read_result(path)
+    if found and found["status"] == "complete" and not (rerun or retrain):
+        _print_report(path, found)
+        return "complete", path
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        with artifacts.lock(path / ".lock", wait=False):
+            return _measure(name, module, config, digests, path, found, scale, retrain), path
+    except BlockingIOError:
+        logging.error("%s: another process is at this very run; wait for it or stop it", path)
+        return "failed", path
+
+
+def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
+    """Runs `main` in a folder that this process holds, and says how it ended."""
+    unfinished = found is not None and found["status"] != "complete"
+    if unfinished:
+        how = {"running": "was killed", "stopped": "was stopped", "failed": "failed"}
+        logging.info(
+            "%s: an earlier try %s; resuming with what it left behind%s",
+            path,
+            how[found["status"]],
+            f" ({found['error']})" if found["status"] == "failed" else "",
+        )
+    run = Run(
+        path=path,
+        experiment=name,
+        scale=scale,
+        seed=config.seed,
+        retrain=retrain,
+        resume=unfinished and not retrain,
+    )
+    saved = {"experiment": name, "config": dataclasses.asdict(config), "digests": dict(digests)}
+    artifacts.write_atomically(path / "config.json", json.dumps(saved, indent=1) + "\n")
+    artifacts.write_atomically(path / "config.gin", config_gin(name, config))
+    run.write_result("running")
+    logging.info("%s: started in %s", name, path)
+    begun = time.perf_counter()
+    # SIGTERM raises KeyboardInterrupt like SIGINT does; only the main thread may say so.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    if in_main_thread:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        module.main(config, run)
+        if not run.finished:
+            raise RuntimeError(f"{module.__name__}.main returned without run.finish(...)")
+    except KeyboardInterrupt:
+        run.write_result("stopped", error="stopped by a signal; the same command resumes it")
+        logging.error("%s: stopped; the same command resumes it", path)
+        return "stopped"
+    except Exception as error:
+        run.write_result("failed", error=f"{type(error).__name__}: {error}")
+        logging.exception("%s: failed", path)
+        return "failed"
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGTERM, before)
+    print((path / "report.md").read_text(encoding="utf-8"))
+    print(f"{name}: {time.perf_counter() - begun:.0f} s, written to {path}")
+    return "complete"
+
+
+def run_id(name: str, config: Any, digests: Mapping[str, str]) -> str:
+    """Hash of the resolved config and of what it reads; where things lie is left out."""
+    return artifacts.digest_of({"experiment": name, "config": config, "digests": digests})
+
+
+def config_gin(name: str, config: Any) -> str:
+    """The resolved config as a gin file that makes it again."""
+    package, _, module = type(config).__module__.rpartition(".")
+    lines = [
+        f"# The whole config of one run: run.py --experiment={name} --gin_file=THIS",
+        "from __gin__ import dynamic_registration",
+        f"from {package} import {module}" if package else f"import {module}",
+        "",
+    ]
+    for field in dataclasses.fields(config):
+        lines.append(f"{module}.Config.{field.name} = {getattr(config, field.name)!r}")
+    return "\n".join(lines) + "\n"
+
+
+def _print_report(path: pathlib.Path, result: dict) -> None:
+    print((path / "report.md").read_text(encoding="utf-8"))
+    made_by = result["environment"]["source"]
+    if made_by != source_digest():
+        print(f"Other source code made this run ({made_by}, now {source_digest()}).")
+    print(f"Found in {path}; --rerun measures again, --retrain also trains again.")
+
+
+def table(paths: Sequence[pathlib.Path]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows for run folders: the config fields in which they differ, then the metrics."""
+    configs, results = [], []
+    for path in paths:
+        result = read_result(path)
+        if result is None:
+            raise ValueError(f"{path}: no result.json there; expected the folder of a run")
+        results.append(result)
+        configs.append(json.loads((path / "config.json").read_text(encoding="utf-8"))["config"])
+    names = list(dict.fromkeys(name for config in configs for name in config))
+    varied = [name for name in names if len({repr(config.get(name)) for config in configs}) > 1]
+    metrics = list(dict.fromkeys(name for result in results for name in result["metrics"]))
+    rows = [
+        [path.name, result["status"]]
+        + [str(config.get(name, "")) for name in varied]
+        + [show(result["metrics"].get(name)) for name in metrics]
+        for path, config, result in zip(paths, configs, results, strict=True)
+    ]
+    return ["run", "status", *varied, *metrics], rows
+
+
+def write_table(
+    paths: Sequence[pathlib.Path], *, folder: pathlib.Path, sweeps: Sequence[str]
+) -> str:
+    """Writes the table of a sweep's runs into `folder`, as CSV and markdown; returns the latter."""
+    which = artifacts.digest_of([path.name for path in paths])[:8]
+    stem = folder / f"sweep-{'-'.join(sweeps)}-{which}"
+    header, rows = table(paths)
+    lines = io.StringIO()
+    csv.writer(lines).writerows([header, *rows])
+    artifacts.write_atomically(stem.with_suffix(".csv"), lines.getvalue())
+    text = markdown(header, rows)
+    artifacts.write_atomically(stem.with_suffix(".md"), text)
+    return f"{text}\nWritten to {stem}.csv and .md"
+
+
+if __name__ == "__main__":
+    try:
+        if len(sys.argv) < 2:
+            raise ValueError("usage: python -m experiments.results RUN_FOLDER...")
+        print(markdown(*table([pathlib.Path(argument) for argument in sys.argv[1:]])))
+    except ValueError as mistake:
+        print(mistake, file=sys.stderr)
+        sys.exit(2)

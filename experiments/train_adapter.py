@@ -1,0 +1,123 @@
+"""A LoRA adapter from a user's own JSON lines: a PEFT folder, with held-out loss where asked."""
+
+import dataclasses
+import json
+import pathlib
+
+from experiments.registry import check_config, place
+from molora_jax.adapters import AdapterBank, AdapterCard, load_adapter, save_adapter
+from molora_jax.models import base_digest, load_base
+from molora_jax.models.digest import file_digest
+from molora_jax.training import (
+    AdapterTrainConfig,
+    base_arm,
+    evaluate,
+    read_windows,
+    single_arm,
+    train_adapter,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(AdapterTrainConfig):
+    """What is trained on what; steps, lr, rank and so on are AdapterTrainConfig's.
+
+    base            base model: a name, a folder or a .gguf file
+    data            JSON lines, each with `text`, or `messages` for the chat template
+    heldout         the same, never trained on; empty measures nothing
+    responses_only  only the assistant's tokens are targets (needs `messages`)
+    seq_len         tokens of a row
+    name            the adapter's label
+    out             folder for the adapter; empty: `adapter` in the run's own folder
+    """
+
+    base: str = "smollm2-135m"
+    data: str = place()
+    heldout: str = place()
+    responses_only: bool = False
+    seq_len: int = 128
+    name: str = "adapter"
+    checkpoint_every: int = 20
+    out: str = place()
+
+    def __post_init__(self):
+        check_config(self)
+        super().__post_init__()
+        if not self.data:
+            raise ValueError(
+                "Config.data is empty: name a file of JSON lines, as in "
+                "--gin_bindings=\"train_adapter.Config.data='my.jsonl'\""
+            )
+        for field in ("data", "heldout"):
+            path = getattr(self, field)
+            if path and not pathlib.Path(path).is_file():
+                raise ValueError(f"Config.{field} = {path!r}: there is no such file")
+
+    def training(self) -> AdapterTrainConfig:
+        """The part that training reads: a checkpoint does not depend on where results go."""
+        names = [field.name for field in dataclasses.fields(AdapterTrainConfig)]
+        return AdapterTrainConfig(**{name: getattr(self, name) for name in names})
+
+
+def digests(config: Config) -> dict[str, str]:
+    """Of the data files and the base."""
+    files = {"data": config.data, "heldout": config.heldout}
+    found = {name: file_digest(path) for name, path in files.items() if path}
+    return {**found, "base": base_digest(config.base)}
+
+
+def main(config: Config, run) -> None:
+    """Trains, saves, and measures the held-out loss with and without the adapter."""
+    base = load_base(config.base)
+
+    def windows(path):
+        return read_windows(
+            path, base.tokenizer, seq_len=config.seq_len, responses_only=config.responses_only
+        )
+
+    data, data_report = windows(config.data)
+
+    def make(folder):
+        adapter, _ = train_adapter(base, data, config.training(), name=config.name, run_dir=folder)
+        save_adapter(adapter, folder / "adapter", overwrite=True)
+
+    found = digests(config)
+    adapter = run.artifact(
+        "adapter",
+        config=[config.training(), config.name, config.seq_len, config.responses_only],
+        digests={name: found[name] for name in ("data", "base")},
+        make=make,
+        load=lambda folder: load_adapter(folder / "adapter", name=config.name)[0],
+        phase="adapter",
+    )
+    losses = _losses(run.path / "metrics.jsonl")
+    metrics = {"first_loss": losses[0], "last_loss": losses[-1]}
+    if config.heldout:
+        heldout, _ = windows(config.heldout)
+        bank = AdapterBank(
+            base.config, num_slots=1, max_rank=config.rank, projections=adapter.projections
+        )
+        bank.load(adapter)
+        for name, arm in {"heldout_base": base_arm, "heldout_adapter": single_arm(0)}.items():
+            measured = evaluate(base.decoder, heldout, adapters=bank.stacks, router=arm)
+            metrics[name] = measured.nll
+    out = pathlib.Path(config.out) if config.out else run.path / "adapter"
+    card = AdapterCard(
+        base=config.base,
+        data=pathlib.Path(config.data).name,
+        command="python run.py --experiment=train_adapter",
+        metrics=metrics,
+    )
+    save_adapter(adapter, out, card=card, overwrite=True)
+    rows = "".join(f"| {name} | {value:.4f} |\n" for name, value in metrics.items())
+    run.finish(
+        metrics=metrics,
+        report=f"# Adapter {config.name}\n\nA PEFT folder in `{out}`, base {config.base}, digest "
+        f"{adapter.digest[:12]}.\n\n{data_report}.\n\n| nats a token | |\n| --- | --- |\n{rows}",
+    )
+
+
+def _losses(path: pathlib.Path) -> list[float]:
+    """Training losses in the order of their steps."""
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [line["loss"] for line in lines if line["phase"] == "adapter"]

@@ -1,0 +1,142 @@
+"""Prompts in, tokens out, with the adapters that every token used."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from molora_jax.adapters import AdapterStack
+from molora_jax.generation.sampling import Sampling, sample
+from molora_jax.models.decoder import Decoder
+from pallas_kernels import Routing
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """One row's answer.
+
+    tokens   the new ids, the stop id included where one ended it
+    routing  Routing of prompt and new tokens together, (L, n, k) numpy arrays; None for the base
+    stopped  whether a stop id ended it, and not the length
+    """
+
+    tokens: list[int]
+    routing: Routing | None
+    stopped: bool
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    stop_ids: Sequence[int] = (),
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    adapters: dict[str, AdapterStack] | None = None,
+    router=None,
+    column_to_slot=None,
+    padding: str = "left",
+) -> list[Generated]:
+    """Continues every prompt of a batch by up to `max_new_tokens`.
+
+    Greedy results do not depend on what else is in the batch or on the side of the padding. Prompt
+    and cache lengths are rounded up to powers of two, so that few lengths are ever compiled.
+
+    Raises ValueError for an empty prompt, ids outside the vocabulary, or a length past the model's.
+    """
+    config = decoder.config
+    if not prompts:
+        return []
+    if padding not in ("left", "right"):
+        raise ValueError(f"padding {padding!r}: expected 'left' or 'right'")
+    for row, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompts[{row}] is empty: a prompt needs at least one token")
+        bad = [(at, i) for at, i in enumerate(prompt) if not 0 <= i < config.vocab_size]
+        if bad:
+            at, token = bad[0]
+            raise ValueError(
+                f"prompts[{row}][{at}] is token id {token}, outside the model's vocabulary of "
+                f"{config.vocab_size}: was it encoded with another tokenizer?"
+            )
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > config.max_positions:
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_new_tokens {max_new_tokens} exceed the model's "
+            f"{config.max_positions} positions: shorten either"
+        )
+
+    S = _round_up(longest)
+    tokens = np.zeros((len(prompts), S), np.int32)
+    mask = np.zeros((len(prompts), S), bool)
+    for row, prompt in enumerate(prompts):
+        start = S - len(prompt) if padding == "left" else 0
+        tokens[row, start : start + len(prompt)] = prompt
+        mask[row, start : start + len(prompt)] = True
+
+    routed = {"adapters": adapters, "router": router, "column_to_slot": column_to_slot}
+    knobs = (sampling.temperature, sampling.top_k, sampling.top_p)
+    key = jax.random.key(seed)
+    chosen, routing, cache = _prefill(
+        decoder, tokens, mask, routed, jax.random.fold_in(key, 0), knobs,
+        cache_size=_round_up(S + max_new_tokens),
+    )  # fmt: skip
+    steps, routings = [], []
+    running = np.ones(len(prompts), bool)
+    for step in range(1, max_new_tokens + 1):
+        steps.append(np.asarray(chosen))
+        running &= ~np.isin(steps[-1], stop_ids)
+        last = step == max_new_tokens or not running.any()
+        if last and routing is None:
+            break
+        # The last token is read too when routed: its routing is part of the answer.
+        chosen, each, cache = _step(
+            decoder, chosen, cache, routed, jax.random.fold_in(key, step), knobs
+        )
+        routings.append(jax.tree.map(np.asarray, each))
+        if last:
+            break
+
+    answers = []
+    for row in range(len(prompts)):
+        new = [int(each[row]) for each in steps]
+        stop = next((at for at, token in enumerate(new) if token in stop_ids), None)
+        new = new if stop is None else new[: stop + 1]
+        chosen_here = None
+        if routing is not None:
+            chosen_here = _of_row(row, mask, routing, routings[: len(new)])
+        answers.append(Generated(new, chosen_here, stop is not None))
+    return answers
+
+
+@functools.partial(jax.jit, static_argnames="cache_size")
+def _prefill(decoder, tokens, mask, routed, key, knobs, *, cache_size):
+    out, cache = decoder.prefill(tokens, mask, cache_size=cache_size, **routed)
+    last = tokens.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
+    hidden = jnp.take_along_axis(out.hidden, last[:, None, None], axis=1)[:, 0]
+    return sample(key, decoder.logits(hidden), *knobs), out.routing, cache
+
+
+@functools.partial(jax.jit, donate_argnames="cache")
+def _step(decoder, tokens, cache, routed, key, knobs):
+    out, cache = decoder.decode(tokens, cache, **routed)
+    return sample(key, decoder.logits(out.hidden[:, 0]), *knobs), out.routing, cache
+
+
+def _round_up(length: int) -> int:
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def _of_row(row: int, mask: np.ndarray, prefill: Routing, steps: list[Routing]) -> Routing:
+    """One row's decisions, prompt and new tokens together: (L, n, k)."""
+
+    def join(of_prompt, *of_steps):
+        by_row = np.asarray(of_prompt).reshape(len(of_prompt), *mask.shape, -1)
+        new = [step[:, row : row + 1] for step in of_steps]
+        return np.concatenate([by_row[:, row][:, mask[row]], *new], axis=1)
+
+    return jax.tree.map(join, prefill, *steps)

@@ -1,0 +1,260 @@
+"""Command line: flags and gin become one resolved config, and one experiment runs with it.
+
+Exit codes: 0 done, 1 an experiment failed or was stopped, 2 misused (and nothing was started).
+"""
+
+import dataclasses
+import logging
+import pathlib
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from absl import app, flags
+
+from experiments import registry
+
+CONFIGS = pathlib.Path(__file__).resolve().parent / "configs"
+SCALES = ("tiny", "cpu", "paper")
+
+_LIST = flags.DEFINE_bool("list", False, "Print every experiment, a line each, and leave.")
+_EXPERIMENT = flags.DEFINE_string("experiment", "compose", "Which experiment; see --list.")
+_SCALE = flags.DEFINE_enum(
+    "scale",
+    "cpu",
+    SCALES,
+    "tiny: seconds, random weights, for tests; cpu: minutes on two cores, a real model and data; "
+    "paper: the paper's own sizes, on a GPU.",
+)
+_GIN_FILE = flags.DEFINE_multi_string(
+    "gin_file", [], "A gin file laid over the experiment's own; may be given several times."
+)
+_GIN_BINDINGS = flags.DEFINE_multi_string(
+    "gin_bindings", [], "A binding, such as compose.Config.rank=4; may be given several times."
+)
+_SWEEP = flags.DEFINE_multi_string(
+    "sweep", [], "A named sweep of the experiment; several multiply."
+)
+_WORKDIR = flags.DEFINE_string("workdir", "runs", "Folder that run folders are written to.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of data, initialisation and training.")
+_RERUN = flags.DEFINE_bool(
+    "rerun", False, "Measure a finished run again, with the adapters and routers it trained."
+)
+_RETRAIN = flags.DEFINE_bool("retrain", False, "Train those anew too, then measure again.")
+
+
+class Misuse(ValueError):
+    """What the caller got wrong, in words; ends with exit code 2 before anything starts."""
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """absl's flags, but with exit code 0 for --help and 2 for a mistake (absl's own: 1)."""
+    if any(re.fullmatch(r"--?(help|helpshort|helpfull|h|\?)", argument) for argument in argv[1:]):
+        print(f"{__doc__}\nFlags:\n{flags.FLAGS.module_help(sys.modules[__name__])}")
+        print("\nExperiments:\n  " + "\n  ".join(registry.lines()))
+        sys.exit(0)
+    try:
+        rest = flags.FLAGS(list(argv))
+    except flags.UnrecognizedFlagError as error:
+        _misused(f"unknown flag --{error.flagname}", error.flagname, _own_flags(), prefix="--")
+    except flags.Error as error:
+        _misused(str(error))
+    if len(rest) > 1:
+        near = [*registry.nearest(rest[1], registry.EXPERIMENTS), "compose"][0]
+        _misused(f"unexpected argument {rest[1]!r}: write --name=value, as in --experiment={near}")
+    return rest
+
+
+def _own_flags() -> list[str]:
+    return [f.name for f in flags.FLAGS.get_flags_for_module(sys.modules[__name__])]
+
+
+def _misused(
+    message: str, name: str = "", known: Sequence[str] = (), *, prefix: str = ""
+) -> NoReturn:
+    """Prints the message, with the known names nearest to `name`, and leaves with code 2."""
+    print(f"run.py: {message}{_hint(name, known, prefix=prefix)}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _hint(name: str, known: Sequence[str], *, prefix: str = "") -> str:
+    close = [prefix + each for each in registry.nearest(name, known)]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def main(
+    argv: Sequence[str],
+    *,
+    entries: Mapping[str, registry.Experiment] = registry.EXPERIMENTS,
+    configs: pathlib.Path = CONFIGS,
+) -> int:
+    """Runs what the flags ask for; returns the exit code."""
+    del argv  # parse_flags has refused what is no flag
+    if _LIST.value:
+        print("\n".join(registry.lines(entries)))
+        return 0
+    name = _EXPERIMENT.value
+    if name not in entries:
+        known = f"known: {', '.join(entries)}"
+        _misused(f"unknown experiment {name!r} ({known})", name, list(entries))
+
+    logging.getLogger("absl").addFilter(_worth_reading)
+    # Everything that takes time to import comes after this line.
+    module = entries[name].load()
+    try:
+        points = registry.product(_sweep_points(module))
+        resolved = [resolve(name, module, configs=configs, sweep_point=point) for point in points]
+        # What a config names (a data file, a base model) is read before anything starts, too.
+        digests = [module.digests(config) for config in resolved]
+    except ValueError as error:
+        _misused(str(error))
+    except OSError as error:  # a model that cannot be fetched, a file that cannot be read
+        print(f"run.py: {error}", file=sys.stderr)
+        return 1
+
+    from experiments import results
+
+    workdir = pathlib.Path(_WORKDIR.value)
+    outcomes = []
+    for config, digest in zip(resolved, digests, strict=True):
+        outcome = results.execute(
+            name,
+            module,
+            config,
+            digest,
+            scale=_SCALE.value,
+            workdir=workdir,
+            rerun=_RERUN.value,
+            retrain=_RETRAIN.value,
+        )
+        outcomes.append(outcome)
+        if outcome[0] == "stopped":
+            break
+    if _SWEEP.value:
+        paths = [path for _, path in outcomes]
+        print(results.write_table(paths, folder=workdir / name, sweeps=_SWEEP.value))
+    return 0 if all(status == "complete" for status, _ in outcomes) else 1
+
+
+def _worth_reading(record: logging.LogRecord) -> bool:
+    """Orbax logs some thirty lines a checkpoint; only its warnings are worth reading."""
+    return record.levelno >= logging.WARNING or "orbax" not in pathlib.Path(record.pathname).parts
+
+
+def _sweep_points(module: Any) -> list[list[str]]:
+    """The points of every sweep named on the command line."""
+    sweeps = getattr(module, "SWEEPS", {})
+    for name in _SWEEP.value:
+        if name not in sweeps:
+            known = ", ".join(sweeps) or "it has none"
+            raise Misuse(f"unknown sweep {name!r} (known: {known}){_hint(name, list(sweeps))}")
+    if twice := registry.repeated(_SWEEP.value):
+        raise Misuse(f"sweep {twice[0]!r} is named twice; each multiplies the others")
+    return [sweeps[name]() for name in _SWEEP.value]
+
+
+def resolve(name: str, module: Any, *, configs: pathlib.Path, sweep_point: str = "") -> Any:
+    """The experiment's Config from, each over the one before: its defaults (scale cpu),
+    configs/NAME.gin, configs/SCALE.gin, --gin_file, --gin_bindings, the sweep's point, --seed.
+
+    Raises:
+      Misuse: what is unknown, unused, or refused by the Config, with the nearest known names.
+    """
+    own = configs / f"{name}.gin"
+    values = bindings(module, files=[own] if own.exists() else [])
+    if _SCALE.value != "cpu":
+        scale_file = configs / f"{_SCALE.value}.gin"
+        of_scale = bindings(module, files=[scale_file], shared=True) if scale_file.exists() else {}
+        if not of_scale:
+            has_none = f"{scale_file.name} binds nothing of it"
+            raise Misuse(f"experiment {name!r} has no --scale={_SCALE.value}: {has_none}")
+        values |= of_scale
+    texts = [*_GIN_BINDINGS.value, sweep_point]
+    values |= bindings(module, files=_GIN_FILE.value, texts=texts)
+    if flags.FLAGS["seed"].present:
+        values["seed"] = _SEED.value
+    try:
+        return module.Config(**values)
+    except ValueError as error:
+        raise Misuse(str(error)) from None
+
+
+def bindings(
+    module: Any, *, files: Sequence[Any] = (), texts: Sequence[str] = (), shared: bool = False
+) -> dict[str, Any]:
+    """What gin files and binding strings say about `module.Config`: {field: value}.
+
+    gin accepts a binding of anything that can be imported, and macros that nobody reads; both
+    would do nothing without a word, so they are refused, except that a `shared` file may bind other
+    experiments.
+
+    Raises:
+      Misuse: as `resolve` has it.
+    """
+    import gin
+
+    package, _, short = module.__name__.rpartition(".")
+    imports = f"from {package} import {short}" if package else f"import {short}"
+    preamble = f"from __gin__ import dynamic_registration\n{imports}\nexperiment = @{short}.Config"
+    for file in files:
+        if not pathlib.Path(file).is_file():
+            known = sorted(path.name for path in CONFIGS.glob("*.gin"))
+            near = _hint(pathlib.Path(file).name, known)
+            raise Misuse(f"--gin_file={file}: there is no such file{near}")
+    gin.clear_config()
+    try:
+        for file in files:
+            gin.parse_config_file(str(file))
+        gin.parse_config("\n".join([preamble, *texts]))
+        values = gin.get_bindings(module.Config)
+        written = gin.config_str(max_line_length=10**6)
+    except Exception as error:
+        if shared:  # the project's own file: a mistake in the code, not the caller's
+            raise
+        raise Misuse(_explain(error, module, short)) from None
+    finally:
+        gin.clear_config()
+    if not shared:
+        sources = [pathlib.Path(file).read_text(encoding="utf-8") for file in files]
+        for binding in _without_effect(written, [written, *texts, *sources], short):
+            near = _nearest_fields(binding, module, short)
+            raise Misuse(f"binding {binding!r} has no effect on this experiment{near}")
+    return values
+
+
+def _without_effect(written: str, sources: Sequence[str], short: str) -> Iterator[str]:
+    """Bindings, among those that gin wrote out, that the Config of module `short` never sees."""
+    for binding in re.findall(r"^([\w./]+) = ", written, flags=re.MULTILINE):
+        target, _, _ = binding.rpartition(".")
+        if target:
+            if not re.search(rf"(^|\.){re.escape(short)}\.Config$", target):
+                yield binding
+        # A macro counts as read if any source reads it: a later binding may have replaced that one.
+        elif binding != "experiment" and not re.search(rf"%{binding}\b", "\n".join(sources)):
+            yield binding
+
+
+def _explain(error: Exception, module: Any, short: str) -> str:
+    """gin's message, and the nearest names to the binding that it quotes."""
+    text = str(error) or type(error).__name__
+    if undefined := re.search(r"In call to configurable 'macro' .* in scope '(.*)'", text):
+        return f"macro %{undefined[1]} is read and not defined"
+    if "Failed to parse token" in text:
+        text += (
+            "\n    A string needs quotes of its own: --gin_bindings=\"NAME.Config.field='text'\""
+        )
+    quoted = re.findall(r"^\s*([\w./]+)\s*=", text, flags=re.MULTILINE)
+    return text + (_nearest_fields(quoted[-1], module, short) if quoted else "")
+
+
+def _nearest_fields(binding: str, module: Any, short: str) -> str:
+    """A hint for a misspelt binding: its field's name counts, and not what stands before."""
+    names = [field.name for field in dataclasses.fields(module.Config)]
+    close = registry.nearest(re.split(r"[./]", binding)[-1], names)
+    listed = [f"{short}.Config.{name}" for name in close or names]
+    return f"; did you mean {' or '.join(listed)}?" if close else f"; known are {', '.join(listed)}"
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

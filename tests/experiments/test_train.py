@@ -1,0 +1,113 @@
+"""train_adapter and train_router on a user's own files, through the command line's own pieces."""
+
+import json
+import pathlib
+
+import pytest
+
+import run as command_line
+from experiments import results, train_adapter, train_router
+from molora_jax.adapters import Composition, load_adapter
+from molora_jax.models import load_base
+
+TEXTS = {
+    "code": "def add_{i}(x):\n    return x + {i}\n",
+    "verse": "And the {i}th day was a day of rest, and the people were glad.\n",
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, pathlib.Path]:
+    folder = tmp_path_factory.mktemp("data")
+    found = {}
+    for name, text in TEXTS.items():
+        found[name] = folder / f"{name}.jsonl"
+        rows = [json.dumps({"text": text.format(i=i) * 3}) for i in range(12)]
+        found[name].write_text("\n".join(rows) + "\n")
+    return found
+
+
+def execute(module, workdir, **values):
+    name = module.__name__.rpartition(".")[2]
+    tiny = command_line.bindings(module, files=[command_line.CONFIGS / "tiny.gin"], shared=True)
+    config = module.Config(**tiny | values)
+    status, path = results.execute(
+        name, module, config, module.digests(config), scale="tiny", workdir=workdir
+    )
+    result = json.loads((path / "result.json").read_text())
+    assert status == "complete", result["error"]
+    return path, result["metrics"]
+
+
+def test_adapters_then_a_router_over_them(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOLORA_CACHE", str(tmp_path / "cache"))
+    folders = []
+    for name, file in files.items():
+        out = tmp_path / name
+        path, metrics = execute(
+            train_adapter,
+            tmp_path / "runs",
+            data=str(file),
+            heldout=str(file),
+            name=name,
+            out=str(out),
+            steps=4,
+            lr=1e-2,
+        )
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        assert [(line["phase"], line["step"]) for line in lines] == [
+            ("adapter", step) for step in range(4)
+        ]
+        assert metrics["first_loss"] == lines[0]["loss"]
+        assert metrics["last_loss"] == lines[-1]["loss"]
+        assert metrics["heldout_adapter"] < metrics["heldout_base"]
+        adapter, _ = load_adapter(out)
+        assert adapter.rank == 2
+        assert any(pair.b.any() for pair in adapter.modules.values())
+        folders.append(str(out))
+
+    data = tuple(str(file) for file in files.values())
+    path, metrics = execute(
+        train_router, tmp_path / "runs", adapters=tuple(folders), data=data, heldout=data
+    )
+    composition = Composition.load(path / "composition", load_base("tiny-random"))
+    assert composition.column_names == ("code", "verse")
+    assert composition.labels_used is True
+    for name in TEXTS:
+        assert metrics[f"oracle/{name}"] < metrics[f"base/{name}"]
+        assert metrics[f"routed/{name}"] != metrics[f"uniform/{name}"]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, "Config.data is empty"),
+        ({"data": "nowhere.jsonl"}, "there is no such file"),
+        ({"data": __file__, "rank": 0}, "rank"),
+    ],
+)
+def test_train_adapter_refuses(values, said):
+    with pytest.raises(ValueError, match=r"Config|rank") as caught:
+        train_adapter.Config(**values)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"adapters": ("a",), "data": (__file__,)}, "expected two adapters or more"),
+        ({"adapters": ("a", "b"), "data": (__file__,)}, "one data file for each"),
+        ({"adapters": ("a", "b"), "data": (__file__, "nowhere")}, "there is no such file"),
+    ],
+)
+def test_train_router_refuses(values, said):
+    with pytest.raises(ValueError, match="Config") as caught:
+        train_router.Config(**values)
+    assert said in str(caught.value)
+
+
+def test_train_router_names_an_adapter_that_is_not_there(files):
+    data = tuple(str(file) for file in files.values())
+    config = train_router.Config(base="tiny-random", adapters=("no/a", "no/b"), data=data)
+    with pytest.raises(ValueError, match="no/a"):
+        train_router.digests(config)

@@ -1,0 +1,103 @@
+"""Generation: independent of batch and padding, equal to re-reading everything at each step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from molora_jax.generation import Sampling, generate
+from molora_jax.generation.sampling import sample
+from molora_jax.models.decoder import Decoder
+from tests.models.test_decoder import (
+    forward,
+    random_arrays,
+    random_stacks,
+    routers,
+    tiny_config,
+)
+
+CONFIG = tiny_config()
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return Decoder(CONFIG, random_arrays(CONFIG))
+
+
+def by_rereading(decoder, prompt, steps, **routed):
+    length, width = len(prompt), 24
+    tokens, mask = np.zeros((1, width), np.int32), np.zeros((1, width), bool)
+    tokens[0, :length] = prompt
+    for at in range(length, length + steps):
+        mask[0, :at] = True
+        _, logits = forward(decoder, tokens, mask, **routed)
+        tokens[0, at] = int(jnp.argmax(logits[0, at - 1]))
+    return tokens[0, length : length + steps].tolist()
+
+
+@pytest.mark.parametrize("kind", [None, "vocabulary", "per_layer", "shared"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_greedy_equals_rereading_each_prompt_alone(decoder, side, kind):
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in (3, 11)]
+    routed = {}
+    if kind:
+        routed = {"adapters": random_stacks(CONFIG), "router": routers(CONFIG, 1, 1)[kind]}
+    answers = generate(decoder, prompts, max_new_tokens=8, padding=side, **routed)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == by_rereading(decoder, prompt, 8, **routed)
+        if kind:
+            whole = forward(decoder, jnp.asarray([prompt + answer.tokens]), **routed)[0].routing
+            np.testing.assert_array_equal(answer.routing.adapter_ids, whole.adapter_ids)
+
+
+def test_a_stop_id_ends_a_row_and_not_its_neighbour(decoder):
+    prompts = [[1, 2, 3], [4, 5]]
+    free = generate(decoder, prompts, max_new_tokens=6)
+    stop = free[0].tokens[2]
+    expected = [each.tokens for each in free]
+    stopped = generate(decoder, prompts, max_new_tokens=6, stop_ids=[stop])
+    first = expected[0].index(stop)
+    assert stopped[0].tokens == expected[0][: first + 1] and stopped[0].stopped
+    if stop not in expected[1]:
+        assert stopped[1].tokens == expected[1] and not stopped[1].stopped
+
+
+def test_sampling_stays_within_top_k_and_top_p():
+    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]] * 400))
+    key = jax.random.key(0)
+    free = np.asarray(sample(key, logits, 1.0, 0, 1.0))
+    assert set(free) == {0, 1, 2, 3}
+    np.testing.assert_allclose(np.bincount(free) / 400, [0.5, 0.3, 0.15, 0.05], atol=0.08)
+    assert set(np.asarray(sample(key, logits, 1.0, 2, 1.0))) == {0, 1}
+    assert set(np.asarray(sample(key, logits, 1.0, 0, 0.75))) == {0, 1}
+    assert set(np.asarray(sample(key, logits, 1.0, 0, 0.01))) == {0}
+    assert set(np.asarray(sample(key, logits, 0.0, 0, 1.0))) == {0}
+
+
+def test_a_seed_repeats_and_another_differs(decoder):
+    def run(seed):
+        sampling = Sampling(temperature=1.5)
+        answers = generate(decoder, [[1, 2]], max_new_tokens=12, sampling=sampling, seed=seed)
+        return answers[0].tokens
+
+    assert run(0) == run(0) != run(1)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1], []], r"prompts\[1\] is empty"),
+        ([[1, CONFIG.vocab_size]], rf"prompts\[0\]\[1\] is token id {CONFIG.vocab_size}"),
+        ([[1] * 60], "exceed the model's 64 positions"),
+    ],
+)
+def test_bad_prompts_are_refused(decoder, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        generate(decoder, prompts, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}])
+def test_bad_sampling_is_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)

@@ -1,0 +1,229 @@
+"""The command line: flags, gin, scales, sweeps and exit codes."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+import run
+from experiments import registry
+from tests.experiments import toy
+
+ROOT = pathlib.Path(run.__file__).parent
+ENTRIES = {
+    "toy": registry.Experiment(module="tests.experiments.toy", summary="a toy"),
+    "table2": registry.Experiment(module="no.such.module", summary="never loaded", tables="Tab 2"),
+}
+
+
+@pytest.fixture
+def configs(tmp_path) -> pathlib.Path:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    start = "from __gin__ import dynamic_registration\nfrom tests.experiments import toy\n"
+    (folder / "toy.gin").write_text(start + "toy.Config.rate = 0.1\ntoy.Config.steps = 1\n")
+    (folder / "tiny.gin").write_text(start + "toy.Config.steps = 2\ntoy.Config.limit = 5\n")
+    return folder
+
+
+@pytest.fixture
+def call(configs, tmp_path):
+    """Runs the command line in this process: (exit code, folders of runs)."""
+
+    def run_it(*arguments: str) -> tuple[int, list[pathlib.Path]]:
+        workdir = tmp_path / "runs"
+        with flagsaver.flagsaver():
+            try:
+                argv = run.parse_flags(["run.py", "--experiment=toy", *arguments])
+                flags.FLAGS.workdir = str(workdir)
+                code = run.main(argv, entries=ENTRIES, configs=configs)
+            except SystemExit as stop:
+                code = stop.code
+        return code, sorted(workdir.glob("toy/*/result.json"))
+
+    return run_it
+
+
+def the_config(result: pathlib.Path) -> dict:
+    return json.loads((result.parent / "config.json").read_text())["config"]
+
+
+def test_list_and_help_import_nothing_heavy():
+    script = (
+        "import sys, run\n"
+        "run.parse_flags(['run.py', '--list'])\n"
+        "code = run.main([])\n"
+        "heavy = {'jax', 'flax', 'gin', 'numpy', 'sklearn', 'matplotlib'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(registry.EXPERIMENTS)
+    assert "Tab 15" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "--gin_bindings"),
+        (["--experiment=tabel2"], 2, "unknown experiment"),
+        (["--experimnt=compose"], 2, "did you mean --experiment"),
+    ],
+)
+def test_exit_codes_of_the_program(arguments, code, said, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), f"--workdir={tmp_path / 'runs'}", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--experiment=tabel2"], "did you mean table2?"),
+        (["--rerunn"], "did you mean --rerun"),
+        (["--scale=tinny"], "tiny|cpu|paper"),
+        (["--seed=x"], "--seed=x"),
+        (["toy"], "write --name=value"),
+        (["--scale=paper"], "has no --scale=paper"),
+        (["--sweep=rate"], "did you mean rates?"),
+        (["--sweep=rates", "--sweep=rates"], "named twice"),
+        (["--gin_file=nowhere.gin"], "there is no such file"),
+        (["--gin_bindings=toy.Config.stepps=1"], "did you mean toy.Config.steps"),
+        (["--gin_bindings=Trainer.verbos=True"], "did you mean toy.Config.verbose?"),
+        (["--gin_bindings=toy.Confg.steps=1"], "did you mean toy.Config.steps"),
+        (["--gin_bindings=steps=1"], "did you mean toy.Config.steps"),
+        (["--gin_bindings=tiny/toy.Config.steps=1"], "has no effect"),
+        (["--gin_bindings=toy.sweep_rates.steps=1"], "parameter named 'steps'"),
+        (["--gin_bindings=toy.Config.steps=%many"], "macro %many"),
+        (["--gin_bindings=toy.Config.steps=many"], "quotes"),
+        (["--gin_bindings=toy.Config.steps=1.5"], "Config.steps = 1.5: expected int"),
+        (["--gin_bindings=toy.Config.steps=True"], "expected int"),
+        (["--gin_bindings=toy.Config.kind='cubik'"], "did you mean 'cubic'?"),
+        (["--gin_bindings=toy.Config.steps=-1"], "expected 0 or more"),
+        (["--gin_bindings=toy.Config.out='missing'"], "no such folder"),
+    ],
+)
+def test_misuse_leaves_with_2_and_starts_nothing(call, capsys, arguments, said):
+    code, results = call(*arguments)
+    assert (code, results) == (2, [])
+    assert said in capsys.readouterr().err
+
+
+def test_a_dead_binding_in_a_users_gin_file_is_refused(call, capsys, tmp_path):
+    file = tmp_path / "mine.gin"
+    file.write_text(
+        "from __gin__ import dynamic_registration\n"
+        "from experiments import registry\n"
+        "registry.nearest.count = 1\n"
+    )
+    code, results = call(f"--gin_file={file}")
+    assert (code, results) == (2, [])
+    assert "registry.nearest.count" in capsys.readouterr().err
+
+
+def test_later_sources_of_values_win(call, tmp_path):
+    file = tmp_path / "mine.gin"
+    file.write_text(
+        "from __gin__ import dynamic_registration\n"
+        "import tests.experiments.toy\n"
+        "size = 7\n"
+        "tests.experiments.toy.Config.limit = 6\n"
+        "tests.experiments.toy.Config.sizes = (%size, %size)\n"
+    )
+    code, (result,) = call(
+        "--scale=tiny",
+        f"--gin_file={file}",
+        "--gin_bindings=toy.Config.sizes = [8]",
+        "--gin_bindings=toy.Config.seed = 3",
+        "--seed=4",
+    )
+    assert code == 0
+    config = the_config(result)
+    assert config["rate"] == 0.1  # toy.gin over the default
+    assert config["steps"] == 2  # tiny.gin over toy.gin
+    assert config["limit"] == 6  # --gin_file over tiny.gin
+    assert config["sizes"] == [8]  # --gin_bindings over --gin_file
+    assert config["seed"] == 4  # --seed over a binding
+    saved = json.loads(result.read_text())
+    assert (saved["scale"], saved["seed"], saved["status"]) == ("tiny", 4, "complete")
+
+
+def test_sweeps_multiply_and_end_in_a_table(call, capsys, tmp_path):
+    code, results = call("--sweep=rates", "--sweep=steps")
+    assert code == 0
+    points = {(the_config(each)["rate"], the_config(each)["steps"]) for each in results}
+    assert points == {(rate, steps) for rate in (0.25, 0.75) for steps in (1, 2, 3)}
+    (table,) = (tmp_path / "runs" / "toy").glob("sweep-rates-steps-*.csv")
+    header, *rows = table.read_text().splitlines()
+    assert header == "run,status,steps,rate,loss"
+    assert len(rows) == 6
+    assert any(row.endswith("complete,2,0.75,0.5625") for row in rows)
+    assert "| run | status | steps | rate | loss |" in capsys.readouterr().out
+
+
+def test_a_failed_point_fails_the_sweep_and_the_others_run(call, monkeypatch):
+    measured = []
+
+    def main(config, run):
+        measured.append(config.rate)
+        if config.rate == 0.25:
+            raise RuntimeError("no")
+        run.finish(metrics={"loss": 1.0}, report="# fine")
+
+    monkeypatch.setattr(toy, "main", main)
+    code, results = call("--sweep=rates")
+    assert code == 1
+    assert measured == [0.25, 0.75]
+    assert {json.loads(each.read_text())["status"] for each in results} == {"failed", "complete"}
+
+
+def test_an_interrupt_ends_the_whole_sweep(call, monkeypatch):
+    def main(config, run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(toy, "main", main)
+    code, results = call("--sweep=rates")
+    assert code == 1
+    assert [json.loads(each.read_text())["status"] for each in results] == ["stopped"]
+
+
+@pytest.mark.parametrize("name", list(registry.EXPERIMENTS))
+def test_every_field_of_every_config_can_be_bound(name):
+    module = registry.EXPERIMENTS[name].load()
+    fields = dataclasses.fields(module.Config)
+    assert "seed" in {field.name for field in fields}
+    assert all(field.kw_only for field in fields)
+    assert module.Config.__dataclass_params__.frozen
+    short = module.__name__.rpartition(".")[2]
+    texts = [f"{short}.Config.{field.name} = {i + 1000}" for i, field in enumerate(fields)]
+    bound = run.bindings(module, texts=texts)
+    assert bound == {field.name: i + 1000 for i, field in enumerate(fields)}
+
+
+@pytest.mark.parametrize("name", list(registry.EXPERIMENTS))
+def test_every_experiment_has_its_gin_file_and_a_tiny_scale(name):
+    file = run.CONFIGS / f"{name}.gin"
+    comment = file.read_text().split("\nfrom __gin__")[0]
+    assert all(line.startswith("#") for line in comment.splitlines())
+    assert f"run.py --experiment={name}" in comment
+    assert "Expected:" in comment
+    module = registry.EXPERIMENTS[name].load()
+    run.bindings(module, files=[file])
+    assert run.bindings(module, files=[run.CONFIGS / "tiny.gin"], shared=True)["base"] == (
+        "tiny-random"
+    )
