@@ -1,0 +1,34 @@
+"""Routers: which adapters each token uses, with their losses, metrics and closed-form start.
+
+Every router is a Flax module with the attributes `decision` and `top_k` and the call
+(token_ids, hidden, mask, state, column_to_slot) → (Routing, logits | None, state).
+"""
+
+from molora_jax.routing.fixed import FixedRouter, RouterData, SequenceRouter, VocabularyRouter
+from molora_jax.routing.learned import LearnedRouter
+from molora_jax.routing.registry import (
+    ROUTERS,
+    Router,
+    build_router,
+    router_arrays,
+    router_config,
+)
+from molora_jax.routing.select import count_nonfinite, rms_normalize, select
+from pallas_kernels import Routing
+
+__all__ = [
+    "ROUTERS",
+    "FixedRouter",
+    "LearnedRouter",
+    "Router",
+    "RouterData",
+    "Routing",
+    "SequenceRouter",
+    "VocabularyRouter",
+    "build_router",
+    "count_nonfinite",
+    "rms_normalize",
+    "router_arrays",
+    "router_config",
+    "select",
+]
