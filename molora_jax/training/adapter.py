@@ -1,0 +1,95 @@
+"""Trains one LoRA adapter on its own data, knowing nothing of any other."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from molora_jax.adapters import Adapter, TrainableAdapter, init_adapter
+from molora_jax.models import BaseModel, params_digest
+from molora_jax.models.decoder import Decoder
+from molora_jax.routing import SequenceRouter
+from molora_jax.training.config import AdapterTrainConfig
+from molora_jax.training.data import Batch, BatchOrder
+from molora_jax.training.loop import fit
+from molora_jax.training.losses import next_token_loss
+
+
+def train_adapter(
+    base: BaseModel,
+    windows: Batch,
+    config: AdapterTrainConfig,
+    *,
+    name: str,
+    run_dir: Path | str | None = None,
+) -> tuple[Adapter, list[dict]]:
+    """Minimises the next-token loss over `windows` and returns (adapter, one record a step).
+
+    A and B are trained unfolded, so that Adam steps as PEFT's; the base is frozen, and its digest
+    is compared before and after. `run_dir` as in `fit`: metrics.jsonl, checkpoints, resume.
+
+    Raises NonFiniteLossError where training diverges; no adapter comes out then.
+    """
+    start = init_adapter(
+        base.config,
+        rank=config.rank,
+        alpha=config.alpha,
+        projections=config.projections,
+        rng=jax.random.key(config.seed),
+        use_rslora=config.use_rslora,
+    )
+    print(f"{name}: {trainable_line(start, base.decoder)}", flush=True)
+    order = BatchOrder(windows, config.batch_size * config.accumulate, config.seed)
+    with kept_frozen(base):
+        trained, records = fit(
+            adapter_loss,
+            start,
+            order,
+            config,
+            frozen=base.decoder,
+            name=name,
+            run_dir=run_dir,
+            identity={"base": base.digest},
+        )
+    # Of a path only its last part: the adapter travels, the folders of this machine do not.
+    path = Path(base.name).expanduser()
+    return trained.to_adapter(name, base_name=path.name if path.exists() else base.name), records
+
+
+def adapter_loss(
+    adapter: TrainableAdapter, decoder: Decoder, batch: Batch
+) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Array]]:
+    """Summed next-token loss with the adapter on every real token."""
+    router = SequenceRouter(jnp.zeros(batch.tokens.shape[0], jnp.int32))
+    out = decoder(batch.tokens, batch.mask, adapters=adapter.stacks(), router=router)
+    loss, weight = next_token_loss(decoder.logits(out.hidden), batch)
+    return loss, weight, {}
+
+
+def trainable_line(trainable: object, frozen: object) -> str:
+    """PEFT's line: how many parameters are trained, of how many in all."""
+    trained, rest = (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree)) for tree in (trainable, frozen)
+    )
+    total = trained + rest
+    return (
+        f"trainable params: {trained:,} || all params: {total:,} || "
+        f"trainable%: {100 * trained / total:.4f}"
+    )
+
+
+@contextlib.contextmanager
+def kept_frozen(base: BaseModel) -> Iterator[None]:
+    """Checks that what runs inside leaves every parameter of the base as it was."""
+    before = params_digest(base.decoder)
+    yield
+    after = params_digest(base.decoder)
+    if after != before:
+        raise RuntimeError(
+            f"base {base.name!r} changed in training (sha256 of its parameters {before[:12]} "
+            f"before, {after[:12]} after): nothing trained against it is valid; load it anew"
+        )

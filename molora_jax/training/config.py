@@ -1,0 +1,173 @@
+"""Settings of training runs. They check themselves; units and meaning stand beside each."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from molora_jax.adapters import PROJECTIONS
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What every training run reads.
+
+    steps             optimiser steps; with 0 the initial values come back
+    lr                peak learning rate: linear warm-up, then cosine decay towards 0
+    warmup_steps      steps until the peak; the first step has lr / warmup_steps
+    weight_decay      decoupled (AdamW), times the learning rate
+    clip              largest global norm of the gradient
+    batch_size        rows of one forward and backward pass
+    accumulate        passes whose gradients make one step, weighed by their target tokens
+    seed              of the initial values and of the order of the data
+    checkpoint_every  steps between checkpoints, the last step included; 0 writes none
+    """
+
+    steps: int = 40
+    lr: float = 1e-3
+    warmup_steps: int = 5
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    batch_size: int = 2
+    accumulate: int = 1
+    seed: int = 0
+    checkpoint_every: int = 0
+
+    def __post_init__(self):
+        for name, least in {
+            "steps": 0,
+            "warmup_steps": 0,
+            "batch_size": 1,
+            "accumulate": 1,
+            "seed": 0,
+            "checkpoint_every": 0,
+        }.items():
+            _whole(self, name, least=least)
+        _positive(self, "lr", "clip")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be 0 or more, got {self.weight_decay!r}")
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of a step, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        share = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * share))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterTrainConfig(TrainConfig):
+    """How one adapter is trained; `TrainConfig` says what the other fields are.
+
+    rank         r
+    alpha        scale is alpha / rank, or alpha / √rank with use_rslora
+    projections  which of the seven are adapted
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    projections: Sequence[str] = PROJECTIONS
+    use_rslora: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        _whole(self, "steps", least=1)
+        _whole(self, "rank", least=1)
+        _positive(self, "alpha")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterTrainConfig(TrainConfig):
+    """How a router is trained; `TrainConfig` says what the other fields are.
+
+    steps          gradient steps through the model; 0 keeps the start
+    top_k          adapters per token at evaluation
+    width          hidden units of the router
+    after_layer    None: a decision in every layer. n: one decision, from the output of layer n
+    gate           "softmax", or "unit", which is trained at top_k and not densely
+    start          "ridge" (closed form, reads labels) or "random"
+    start_states   layer inputs that the start reads: "oracle" (each token through its own adapter,
+                   as a good router will have it) or "base". With after_layer no adapter comes
+                   before the decision, so they are the base's
+    start_rows     rows read for the start, a sixth of them to set how sharp the gates are
+    ridge          λ in units of a feature's mean square
+    feature_steps  gradient steps on those stored layer inputs, against the label, without passes
+                   through the model; the inputs are then held in memory (4·L·D bytes a token)
+    label_coef     × cross-entropy against the adapter whose own data a token came from
+    balance_coef   × K·Σ f·p;    z_coef  × router z-loss
+    joined_share   share of the rows that change domain in the middle
+    joined_split   where they change: "half" or "random"
+    collapse_share a warning is given when one adapter takes more of a layer's tokens
+    """
+
+    steps: int = 20
+    lr: float = 3e-3
+    top_k: int = 2
+    width: int = 64
+    after_layer: int | None = None
+    gate: str = "softmax"
+    start: Literal["ridge", "random"] = "ridge"
+    start_states: Literal["oracle", "base"] = "oracle"
+    start_rows: int = 96
+    ridge: float = 1e-2
+    feature_steps: int = 0
+    label_coef: float = 0.1
+    balance_coef: float = 0.0
+    z_coef: float = 0.0
+    joined_share: float = 1 / 3
+    joined_split: Literal["half", "random"] = "random"
+    collapse_share: float = 0.9
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, known in {
+            "start": ("ridge", "random"),
+            "start_states": ("oracle", "base"),
+            "joined_split": ("half", "random"),
+        }.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        _whole(self, "top_k", least=1)
+        _whole(self, "start_rows", least=6)
+        _whole(self, "feature_steps", least=0)
+        for name in ("label_coef", "balance_coef", "z_coef", "ridge"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
+        if not 0 <= self.joined_share < 1:
+            raise ValueError(f"joined_share must be in [0, 1), got {self.joined_share!r}")
+
+    def uses_labels(self) -> bool:
+        """Whether training reads the adapter's-own-data label anywhere."""
+        in_loss = self.steps > 0 and self.label_coef > 0
+        return self.start == "ridge" or self.feature_steps > 0 or in_loss
+
+    def label_use(self) -> str:
+        """Where training reads the adapter's-own-data label, in words for a report."""
+        uses = []
+        if self.start == "ridge":
+            uses.append("closed-form start")
+        if self.feature_steps:
+            uses.append(f"{self.feature_steps} steps on stored layer inputs")
+        if self.steps and self.label_coef:
+            uses.append(f"loss ({self.label_coef:g} × cross-entropy)")
+        return f"own-data label used: {', '.join(uses) or 'no'}"
+
+
+def _whole(config: Any, name: str, *, least: int) -> None:
+    """Raises ValueError unless field `name` of `config` is an integer of at least `least`."""
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"{type(config).__name__}.{name} must be an integer of at least {least}, got {value!r}"
+        )
+
+
+def _positive(config: Any, *names: str) -> None:
+    """Raises ValueError unless the fields `names` of `config` are positive, finite numbers."""
+    for name in names:
+        value = getattr(config, name)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < math.inf:
+            raise ValueError(
+                f"{type(config).__name__}.{name} must be a positive number, got {value!r}"
+            )

@@ -1,0 +1,152 @@
+"""Held-out loss of a base under any routing of a bank: per token, and what the router chose.
+
+Letters beyond the table of design.md: W windows.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from molora_jax.adapters import AdapterStack
+from molora_jax.models.decoder import Decoder
+from molora_jax.routing import FixedRouter
+from molora_jax.training.data import Batch
+from molora_jax.training.losses import token_nll
+
+
+@dataclass(frozen=True)
+class TokenRouting:
+    """What every layer chose for every token, on the host: slots (−1: none), gates, and why.
+
+    `logits` are the router's, for its columns: one layer of them where the decision is shared,
+    None where the router has none.
+    """
+
+    adapter_ids: Int[np.ndarray, "L W S k"]
+    gates: Float[np.ndarray, "L W S k"]
+    logits: Float[np.ndarray, "l W S C"] | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Losses in nats on the host.
+
+    token_nll  (W, S) of predicting tokens[:, i + 1] at position i, 0 where that is no target
+    weights    (W, S) which positions count, and how much
+    routing    where asked for
+    """
+
+    token_nll: Float[np.ndarray, "W S"]
+    weights: Float[np.ndarray, "W S"]
+    routing: TokenRouting | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of targets."""
+        return int((self.weights > 0).sum())
+
+    @property
+    def nll(self) -> float:
+        """Mean over targets; NaN where there is none."""
+        return self.mean()
+
+    def mean(self, chosen: Bool[np.ndarray, "W S"] | None = None) -> float:
+        """Mean over the chosen positions (all if None); NaN where none of them is a target."""
+        weights = self.weights if chosen is None else self.weights * chosen
+        total = float(weights.sum(dtype=np.float64))
+        if total == 0:
+            return float("nan")
+        return float((self.token_nll * weights).sum(dtype=np.float64)) / total
+
+
+# A router, or how to make one for a batch, where its choice depends on the rows.
+Arm = nnx.Module | Callable[[Batch], nnx.Module]
+
+
+def evaluate(
+    decoder: Decoder,
+    windows: Batch,
+    *,
+    adapters: dict[str, AdapterStack] | None = None,
+    router: Arm | None = None,
+    column_to_slot: Int[np.ndarray, " C"] | None = None,
+    batch_size: int = 8,
+    return_routing: bool = False,
+) -> Evaluation:
+    """Loss of every token of `windows`, `batch_size` rows at a time.
+
+    adapters  AdapterBank.stacks, with a router; neither for the base alone
+    router    a router of molora_jax.routing, or a function from a batch to one (`oracle_arm`, …)
+
+    Arms of the same structure (the same bank, router type and k) share one compiled function; so
+    do the base, every single adapter and the oracle when all are given as arms over one bank.
+    """
+    nll, choices = [], []
+    for start in range(0, windows.num_rows, batch_size):
+        rows = windows.rows(slice(start, start + batch_size))
+        batch = rows.filled(batch_size)
+        arm = router if router is None or isinstance(router, nnx.Module) else router(batch)
+        token, choice = _evaluate_batch(
+            decoder, batch, adapters, arm, column_to_slot, return_routing=return_routing
+        )
+        nll.append(np.asarray(token)[: rows.num_rows])
+        choices.append(choice)
+    routing = None
+    if choices[0] is not None:
+        ids, gates, logits = (_by_row(parts, windows) for parts in zip(*choices, strict=True))
+        assert ids is not None
+        assert gates is not None
+        routing = TokenRouting(ids, gates, logits)
+    return Evaluation(np.concatenate(nll), np.asarray(windows.weights), routing)
+
+
+def _by_row(parts: Sequence[Array | None], windows: Batch) -> np.ndarray | None:
+    """(L, B·S, ·) of each batch → (L, W, S, ·), without the rows that filled the last batch."""
+    arrays = [np.asarray(part) for part in parts if part is not None]
+    if not arrays:
+        return None
+    whole = np.concatenate(arrays, axis=1)
+    shape = (len(whole), -1, windows.seq_len, whole.shape[-1])
+    return whole.reshape(shape)[:, : windows.num_rows]
+
+
+def base_arm(batch: Batch) -> FixedRouter:
+    """No adapter: exactly the base."""
+    return FixedRouter(np.full((*batch.tokens.shape, 1), -1))
+
+
+def single_arm(column: int) -> Arm:
+    """One adapter for every token."""
+    return lambda batch: FixedRouter(np.full((*batch.tokens.shape, 1), column))
+
+
+def oracle_arm(batch: Batch) -> FixedRouter:
+    """Each token the adapter of its own domain, by its label."""
+    return FixedRouter(batch.labels[..., None])
+
+
+def uniform_arm(num_columns: int) -> Arm:
+    """All adapters with equal gates, for every token."""
+
+    def arm(batch: Batch) -> FixedRouter:
+        return FixedRouter(np.tile(np.arange(num_columns), (*batch.tokens.shape, 1)))
+
+    return arm
+
+
+@functools.partial(jax.jit, static_argnames=("return_routing",))
+def _evaluate_batch(decoder, batch, adapters, router, column_to_slot, *, return_routing):
+    out = decoder(
+        batch.tokens, batch.mask, adapters=adapters, router=router, column_to_slot=column_to_slot
+    )
+    nll = token_nll(decoder.logits(out.hidden), batch.tokens)
+    choice = None
+    if return_routing and out.routing is not None:
+        choice = (out.routing.adapter_ids, out.routing.gates, out.router_logits)
+    return jnp.where(batch.weights > 0, nll, 0.0), choice

@@ -1,0 +1,196 @@
+"""The training loop: any loss over any small trainable tree, with a frozen tree beside it."""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float
+
+from molora_jax.training.config import TrainConfig
+from molora_jax.training.data import Batch
+from molora_jax.training.losses import mean_or_zero
+from molora_jax.training.progress import Progress
+from molora_jax.training.run_folder import RunFolder
+
+# loss_fn(params, frozen, batch) -> (Σ w·loss, Σ w, {name: sum}). The sums of the third are added
+# over the micro-batches of a step. It is a static argument of the compiled step: give a function
+# of a module or a frozen dataclass with __call__, so that equal ones share one compilation.
+LossFn = Callable[[Any, Any, Batch], tuple[Array, Array, dict[str, Array]]]
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or its gradient became NaN or infinite: the run stopped and exports nothing."""
+
+
+def fit(
+    loss_fn: LossFn,
+    params: Any,
+    batches: Callable[[int], Batch],
+    config: TrainConfig,
+    *,
+    frozen: Any,
+    name: str = "train",
+    run_dir: Path | str | None = None,
+    identity: Mapping[str, str] | None = None,
+    summarise: Callable[[dict[str, np.ndarray]], dict[str, Any]] | None = None,
+) -> tuple[Any, list[dict]]:
+    """Minimises Σ w·loss / Σ w over `params` with AdamW and returns (params, one record a step).
+
+    batches    step → a batch of batch_size · accumulate rows; called again for the same step it
+               must return the same rows (BatchOrder does)
+    frozen     what the loss reads and nobody changes: neither donated nor in the optimiser
+    run_dir    receives metrics.jsonl and, with config.checkpoint_every, checkpoints/. A folder that
+               holds a checkpoint of the same run is resumed, with the numbers of a run that was
+               never stopped; one of another run is refused
+    identity   what else makes a run the same one (digests of base and adapters)
+    summarise  the loss function's summed third result → what the record of the step says of it
+
+    Raises NonFiniteLossError as soon as a loss or gradient is not finite.
+    """
+    run = None
+    if run_dir is not None:
+        run = RunFolder(Path(run_dir), config, first_batch=batches(0), identity=identity or {})
+    # Copies, because the step is given its inputs' memory and the caller keeps the originals.
+    params = jax.tree.map(jnp.array, params)
+    state = {"params": params, "optimiser": _adamw(config.clip, config.weight_decay).init(params)}
+    first, history = 0, list[dict]()
+    if run is not None:
+        first, state, history = run.resume(state)
+    clock = time.perf_counter()
+
+    def report(step, measured, progress):
+        nonlocal clock
+        measured = jax.device_get(measured)
+        now = time.perf_counter()
+        record = {
+            "step": step,
+            "loss": float(measured["loss"]),
+            "lr": config.lr_at(step),
+            "grad_norm": float(measured["grad_norm"]),
+            "tokens": int(measured["tokens"]),
+            "tokens_per_s": round(float(measured["tokens"]) / (now - clock), 2),
+            **(summarise(measured["sums"]) if summarise is not None else {}),
+        }
+        clock = now
+        if run is not None:
+            run.log(record)
+        if not (math.isfinite(record["loss"]) and math.isfinite(record["grad_norm"])):
+            raise NonFiniteLossError(_non_finite_message(name, record, history))
+        history.append(record)
+        progress.update(f"loss {record['loss']:.4f}  {record['tokens_per_s']:.0f} tokens/s")
+
+    with Progress(name, config.steps, start=first) as progress:
+        waiting = None
+        for step in range(first, config.steps):
+            state, measured = _train_step(
+                state,
+                frozen,
+                _micro_batches(batches(step), config),
+                np.float32(config.lr_at(step)),
+                np.float32(config.clip),
+                np.float32(config.weight_decay),
+                loss_fn=loss_fn,
+            )
+            # The record of the step before is read while this one computes.
+            if waiting is not None:
+                report(*waiting, progress)
+            waiting = (step, measured)
+            if run is not None and run.is_due(step):
+                report(*waiting, progress)
+                waiting = None
+                run.save(step + 1, state)
+        if waiting is not None:
+            report(*waiting, progress)
+    return state["params"], history
+
+
+def _micro_batches(batch: Batch, config: TrainConfig) -> Batch:
+    """(accumulate · rows, S) → (accumulate, rows, S)."""
+    if batch.num_rows != config.accumulate * config.batch_size:
+        raise ValueError(
+            f"batches gave {batch.num_rows} rows for a step, expected batch_size "
+            f"{config.batch_size} × accumulate {config.accumulate}"
+        )
+    shape = (config.accumulate, config.batch_size)
+    return jax.tree.map(lambda leaf: leaf.reshape(*shape, -1), batch)
+
+
+def _adamw(clip: Any, weight_decay: Any) -> optax.GradientTransformation:
+    """AdamW up to its learning rate. The numbers are inputs of the step: one compile for all."""
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(weight_decay),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("loss_fn",), donate_argnames=("state",))
+def _train_step(
+    state: dict,
+    frozen: Any,
+    micro_batches: Batch,
+    lr: Float[Any, ""],
+    clip: Float[Any, ""],
+    weight_decay: Float[Any, ""],
+    *,
+    loss_fn: LossFn,
+) -> tuple[dict, dict]:
+    """One optimiser step from micro-batches with a leading axis.
+
+    Gradients of sums are added and divided once by all target weights, so that the split into
+    micro-batches does not change the step.
+    """
+    params = state["params"]
+
+    def summed(params, batch):
+        loss, weight, sums = loss_fn(params, frozen, batch)
+        return loss, (weight, sums)
+
+    def gradient(batch):
+        (loss, (weight, sums)), grads = jax.value_and_grad(summed, has_aux=True)(params, batch)
+        return {"loss": loss, "weight": weight, "sums": sums, "grads": grads}
+
+    if micro_batches.tokens.shape[0] == 1:
+        total = gradient(jax.tree.map(lambda leaf: leaf[0], micro_batches))
+    else:
+        shape = jax.eval_shape(gradient, jax.tree.map(lambda leaf: leaf[0], micro_batches))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape)
+
+        def add(total, batch):
+            return jax.tree.map(jnp.add, total, gradient(batch)), None
+
+        total, _ = jax.lax.scan(add, zeros, micro_batches)
+
+    grads = jax.tree.map(lambda grad: mean_or_zero(grad, total["weight"]), total["grads"])
+    updates, optimiser = _adamw(clip, weight_decay).update(grads, state["optimiser"], params)
+    params = jax.tree.map(lambda p, u: p - (lr * u).astype(p.dtype), params, updates)
+    measured = {
+        "loss": mean_or_zero(total["loss"], total["weight"]),
+        "grad_norm": optax.tree.norm(grads),
+        "tokens": total["weight"],
+        "sums": total["sums"],
+    }
+    return {"params": params, "optimiser": optimiser}, measured
+
+
+def _non_finite_message(name: str, record: dict, history: list[dict]) -> str:
+    step, loss, norm = record["step"], record["loss"], record["grad_norm"]
+    before = "It is the first step: the base, the adapters or the data are at fault."
+    if history:
+        last = history[-1]
+        before = (
+            f"Step {last['step']} was finite (loss {last['loss']:.4f}, gradient norm "
+            f"{last['grad_norm']:.4g}), so the parameters broke between steps {last['step']} and "
+            f"{step}. Lower lr (here {record['lr']:.3g}) or clip."
+        )
+    return (
+        f"{name}: loss {loss} with gradient norm {norm} at step {step}. {before} "
+        "Nothing was exported."
+    )
