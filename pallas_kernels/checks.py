@@ -1,0 +1,113 @@
+"""What a caller can get wrong, refused before anything is compiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_kernels.types import DispatchPlan, Routing
+
+
+def check_routing(routing: Routing, num_slots: int) -> None:
+    """Shapes, dtypes, and the ids themselves where they are known (outside `jit`)."""
+    ids, gates = routing.adapter_ids, routing.gates
+    if ids.ndim != 2 or ids.shape[1] == 0:
+        raise ValueError(
+            f"routing.adapter_ids has shape {ids.shape}; expected (N, k) with k ≥ 1. A routing "
+            "stacked over layers is passed one layer at a time"
+        )
+    if ids.dtype not in (jnp.int32, jnp.int64):
+        raise ValueError(
+            f"routing.adapter_ids has dtype {ids.dtype}; expected int32 slot indices, −1 for none"
+        )
+    if gates.shape != ids.shape or not jnp.issubdtype(gates.dtype, jnp.floating):
+        raise ValueError(
+            f"routing.gates is {gates.dtype}{list(gates.shape)}; expected floating point of the "
+            f"shape of adapter_ids, {list(ids.shape)}"
+        )
+    if isinstance(ids, jax.core.Tracer):
+        return  # inside jit an id outside the bank acts as −1
+    values = np.asarray(ids)
+    wrong = np.argwhere((values < -1) | (values >= num_slots))
+    if len(wrong):
+        n, j = map(int, wrong[0])
+        raise ValueError(
+            f"routing.adapter_ids[{n}, {j}] is {values[n, j]} ({len(wrong)} such ids); expected a "
+            f"slot in [0, {num_slots}), or −1 for no adapter"
+        )
+
+
+def check_operands(
+    x: Array,
+    lora_a: Array,
+    lora_b: Array,
+    routing: Routing,
+    *,
+    base: Array | None = None,
+    ranks: Array | None = None,
+) -> None:
+    """Everything `lora_delta` is given, except its plan."""
+    floats = {"x": x, "lora_a": lora_a, "lora_b": lora_b, "base": base}
+    for name, array in floats.items():
+        if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
+            raise ValueError(f"{name} has dtype {array.dtype}; expected floating point")
+    if x.ndim == 0:
+        raise ValueError("x is a scalar; expected (..., D)")
+    if lora_a.ndim != 3 or lora_a.shape[2] != x.shape[-1] or 0 in lora_a.shape[:2]:
+        raise ValueError(
+            f"lora_a has shape {lora_a.shape}; expected (K, R, D) with D = {x.shape[-1]}, the "
+            f"width of x {x.shape}, and at least one slot and rank (contraction last: store the "
+            "A of PEFT as it is)"
+        )
+    num_slots, rank, _ = lora_a.shape
+    if lora_b.ndim != 3 or lora_b.shape[:2] != (num_slots, rank):
+        raise ValueError(
+            f"lora_b has shape {lora_b.shape}; expected (K, R, F) with K = {num_slots} and "
+            f"R = {rank} as in lora_a {lora_a.shape} (the transpose of PEFT's B)"
+        )
+    num_tokens = int(np.prod(x.shape[:-1]))
+    if routing.adapter_ids.ndim == 2 and routing.adapter_ids.shape[0] != num_tokens:
+        raise ValueError(
+            f"routing.adapter_ids has shape {routing.adapter_ids.shape}, {num_tokens} tokens are "
+            f"in x {x.shape}; expected one row of ids for each token"
+        )
+    expected = (*x.shape[:-1], lora_b.shape[2])
+    if base is not None and base.shape != expected:
+        raise ValueError(f"base has shape {base.shape}; expected {expected}, the output's")
+    check_routing(routing, num_slots)
+    if ranks is not None:
+        check_ranks(ranks, num_slots, rank)
+
+
+def check_ranks(ranks: Array, num_slots: int, rank: int) -> None:
+    """One rank per slot, none above the stack's."""
+    if ranks.shape != (num_slots,) or not jnp.issubdtype(ranks.dtype, jnp.integer):
+        raise ValueError(
+            f"ranks is {ranks.dtype}{list(ranks.shape)}; expected int32[{num_slots}], one rank "
+            "for each slot"
+        )
+    if isinstance(ranks, jax.core.Tracer):
+        return
+    values = np.asarray(ranks)
+    wrong = np.flatnonzero((values < 0) | (values > rank))
+    if len(wrong):
+        raise ValueError(
+            f"ranks[{wrong[0]}] is {values[wrong[0]]}; expected 0 to {rank}, the rank of the stack"
+        )
+
+
+def check_plan(plan: DispatchPlan, routing: Routing, num_slots: int, *, strategy: str) -> None:
+    """A plan fits one strategy and one set of shapes."""
+    if strategy != "grouped":
+        raise ValueError(
+            f"plan is a DispatchPlan, made for strategy 'grouped', and strategy is {strategy!r}, "
+            "which needs none; pass plan=None, or strategy='grouped'"
+        )
+    made_for = (*plan.position.shape, plan.num_slots)
+    given = (*routing.adapter_ids.shape, num_slots)
+    if made_for != given:
+        sizes = "{} tokens with {} choices over {} slots"
+        raise ValueError(
+            f"plan was made for {sizes.format(*made_for)}; this call has {sizes.format(*given)}. "
+            "Make it from this routing: make_plan(routing, num_slots)"
+        )

@@ -1,0 +1,68 @@
+"""What every path agrees on: the accumulator, exact products, which ids and rows count."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+
+def accumulator_dtype(*arrays: Array) -> jnp.dtype:
+    """float32 for halves and singles, float64 where an input is one."""
+    wide = any(a.dtype == jnp.float64 for a in arrays)
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)
+
+
+def matmul(a: Array, b: Array, *, contract: tuple[int, int], dtype: jnp.dtype) -> Array:
+    """Σ a·b over axis `contract[0]` of a and `contract[1]` of b, accumulated in `dtype`.
+
+    HIGHEST because float32 products default to TF32 on a GPU. Operands keep their own width
+    unless they differ (a float32 h times a bfloat16 lora_b), where the narrow one is widened.
+    """
+    if a.dtype != b.dtype:
+        a, b = a.astype(dtype), b.astype(dtype)
+    return lax.dot_general(
+        a,
+        b,
+        (((contract[0],), (contract[1],)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=dtype,
+    )
+
+
+def known_ids(adapter_ids: Int[Array | np.ndarray, "N k"], num_slots: int) -> Int[Array, "N k"]:
+    """int32 ids with everything outside [0, num_slots) as −1."""
+    # Compared before the cast: a 64-bit id may wrap onto a real slot.
+    known = (adapter_ids >= 0) & (adapter_ids < num_slots)
+    return jnp.where(known, jnp.asarray(adapter_ids, jnp.int32), -1)
+
+
+def rows_in_rank(ranks: Int[Array, " K"] | None, rank: int, num_slots: int) -> Bool[Array, "K R"]:
+    """True for the rows of each slot that count: all of them where `ranks` is None."""
+    if ranks is None:
+        return jnp.ones((num_slots, rank), bool)
+    return jnp.arange(rank, dtype=jnp.int32)[None, :] < ranks.astype(jnp.int32)[:, None]
+
+
+def vary_together(arrays: Sequence[Array | None]) -> list[Array | None]:
+    """Inside `shard_map`, lets every array vary over the axes that any of them varies over.
+
+    The rule of a `custom_vjp` must return cotangents typed like its arguments. After this they
+    all vary, and the sum over devices that a replicated argument needs is the transpose of the
+    mark. Outside `shard_map` nothing varies and this does nothing.
+    """
+    varying = [frozenset() if a is None else jax.typeof(a).mat.varying for a in arrays]
+    union = frozenset().union(*varying)
+    return [
+        a if a is None or axes == union else lax.pcast(a, tuple(union - axes), to="varying")
+        for a, axes in zip(arrays, varying, strict=True)
+    ]
+
+
+def zeros_varying_like(
+    like: Array, shape: tuple[int, ...], dtype: jnp.dtype
+) -> Float[Array, "..."]:
+    """Zeros fit to start a loop whose result varies over devices as `like` does."""
+    return lax.full_like(like, 0, dtype=dtype, shape=shape)
