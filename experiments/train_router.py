@@ -98,7 +98,7 @@ def main(config: Config, run) -> None:
             bank=bank,
             router=router,
             column_digests=training.digests,
-            labels_used=config.start == "ridge" or config.label_coef > 0,
+            labels_used=config.training().uses_labels(),
         ).save(folder / "composition", overwrite=True)
 
     found = digests(config)
