@@ -21,7 +21,7 @@ def all_slots(
     base: Float[Array, "N F"] | None,
     ranks: Int[Array, " K"] | None,
 ) -> Float[Array, "N F"]:
-    """Costs K·R columns for every token and 4·N·K·R bytes of temporary memory."""
+    """Costs K·R columns for every token, and h (N, K·R) of temporary memory."""
     num_slots, rank, d_in = lora_a.shape
     num_tokens, d_out = x.shape[0], lora_b.shape[2]
     dtype = accumulator_dtype(x, lora_a, lora_b)

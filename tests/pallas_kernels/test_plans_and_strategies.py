@@ -63,9 +63,14 @@ def test_auto_agrees_between_plan_and_projection():
         program = str(jax.make_jaxpr(lambda c=case, p=plan: call(c, plan=p))())
         assert ("while" in program) == (plan is not None)
         assert " sort" not in program, "the sort is the plan's"
-    # A step of one token is a handful of operations.
-    assert choose(num_tokens=1, top_k=1, num_slots=64) == "all_slots"
-    assert choose(num_tokens=16, top_k=1, num_slots=64) == "grouped"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "strategy"),
+    [(16, 8, "all_slots"), (16, 9, "grouped"), (512, 8, "grouped"), (1, 64, "grouped")],
+)
+def test_auto_takes_all_slots_for_few_tokens_and_few_slots(tokens, slots, strategy):
+    assert choose(num_tokens=tokens, top_k=1, num_slots=slots) == strategy
 
 
 @pytest.mark.parametrize(
