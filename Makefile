@@ -31,6 +31,9 @@ install = $(python) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
   else PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
     $(python) -m pip install --disable-pip-version-check --quiet $(1); fi
 
+# Tests mostly wait for the compiler, which uses one core.
+PARALLEL := -n 2 --dist loadfile
+
 # markers of tests that need more than the extra "dev" installs
 NEEDS_MORE := parity or gpu or deviceless
 
@@ -40,10 +43,10 @@ demo: $(VENV)/.installed
 	$(python) run.py --experiment=compose
 
 test: $(VENV)/.installed-dev
-	$(python) -m pytest -m "not (long or $(NEEDS_MORE))" $(PYTEST_ARGS)
+	$(python) -m pytest $(PARALLEL) -m "not (long or $(NEEDS_MORE))" $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-dev
-	$(python) -m pytest -m "not ($(NEEDS_MORE))" $(PYTEST_ARGS)
+	$(python) -m pytest $(PARALLEL) -m "not ($(NEEDS_MORE))" $(PYTEST_ARGS)
 
 # The two that install much more; give each an environment of its own: make parity VENV=.venv-parity
 parity: $(VENV)/.installed-oracles

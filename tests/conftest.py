@@ -1,15 +1,23 @@
 """Settings and fixtures of every test: CPU by default, shape checks, real data, the real model."""
 
 import functools
+import importlib.util
 import os
 import pathlib
 
 # Read when JAX is imported; a GPU run says JAX_PLATFORMS=cuda.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiling takes most of the time of a test of tiny arrays: a third less without LLVM's optimiser.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest
 
 CHECKED_PACKAGES = ["molora_jax", "pallas_kernels"]
+# What a marked test needs beyond the extra "dev", and the way to have it.
+NEEDED_MODULES = {
+    "parity": (("torch", "transformers", "peft"), "tests/parity/requirements.txt"),
+    "deviceless": (("jax_cuda13_plugin",), "the extra 'deviceless'"),
+}
 
 
 def pytest_addoption(parser):
@@ -40,11 +48,36 @@ def pytest_configure(config):
     jaxtyping.install_import_hook(CHECKED_PACKAGES, "beartype.beartype")
 
 
-def require(reason: str):
-    """Skips the test for `reason`, or fails it where MOLORA_REQUIRE_ALL=1 forbids that (CI)."""
-    if os.environ.get("MOLORA_REQUIRE_ALL", "0") not in ("", "0"):
-        pytest.fail(f"{reason} (MOLORA_REQUIRE_ALL is set)", pytrace=False)
-    pytest.skip(reason)
+def pytest_runtest_setup(item):
+    for marker, (modules, source) in NEEDED_MODULES.items():
+        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        if item.get_closest_marker(marker) and missing:
+            pytest.skip(f"not installed: {', '.join(missing)} (from {source})")
+    if item.get_closest_marker("gpu"):
+        import jax
+
+        if jax.default_backend() != "gpu":
+            pytest.skip("no NVIDIA GPU, or JAX_PLATFORMS hides it")
+
+
+def _fail_instead_of_skipping(report):
+    """Under MOLORA_REQUIRE_ALL=1 (CI) nothing may go untested for want of something."""
+    required = os.environ.get("MOLORA_REQUIRE_ALL", "0") not in ("", "0")
+    if required and report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{reason} (and MOLORA_REQUIRE_ALL is set)"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    return _fail_instead_of_skipping((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    return _fail_instead_of_skipping((yield))
 
 
 @pytest.fixture(scope="session")
@@ -52,10 +85,9 @@ def molora_data() -> pathlib.Path:
     """The folder of real data sets that MOLORA_DATA names."""
     value = os.environ.get("MOLORA_DATA", "")
     if not value:
-        require("MOLORA_DATA is not set: it names the folder of real data sets")
+        pytest.skip("MOLORA_DATA is not set: it names the folder of real data sets")
     folder = pathlib.Path(value)
-    if not folder.is_dir():
-        # Set but wrong is a mistake on every machine.
+    if not folder.is_dir():  # set but wrong is a mistake on every machine
         pytest.fail(f"MOLORA_DATA is {value!r}, which is not a folder", pytrace=False)
     return folder
 
@@ -68,4 +100,4 @@ def smollm2():
     try:
         return load_base("smollm2-135m")
     except ConnectionError as error:
-        require(f"smollm2-135m cannot be fetched: {error}")
+        pytest.skip(f"smollm2-135m cannot be fetched: {error}")

@@ -1,4 +1,4 @@
-"""What several tests share: tolerances by dtype, strict promotion, counting compilations, no checks."""
+"""What several tests share: tolerances by dtype, strict promotion, compilations counted."""
 
 import contextlib
 from collections.abc import Iterator

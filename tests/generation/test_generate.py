@@ -16,7 +16,7 @@ from tests.models.test_decoder import (
     tiny_config,
 )
 
-CONFIG = tiny_config()
+CONFIG = tiny_config(num_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,10 @@ def by_rereading(decoder, prompt, steps, **routed):
     return tokens[0, length : length + steps].tolist()
 
 
-@pytest.mark.parametrize("kind", [None, "vocabulary", "per_layer", "shared"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("side", "kind"),
+    [("left", None), ("left", "per_layer"), ("right", "per_layer"), ("right", "shared")],
+)
 def test_greedy_equals_rereading_each_prompt_alone(decoder, side, kind):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in (3, 11)]

@@ -175,8 +175,7 @@ def test_padding_changes_no_real_token(family, side):
         np.testing.assert_allclose(real, expected, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "side"), [("llama", "left"), ("qwen3", "right")])
 def test_prefill_and_decode_equal_one_pass(family, side):
     config = tiny_config(family)
     arrays, rng = random_arrays(config), np.random.default_rng(4)
@@ -239,7 +238,7 @@ def test_routed_logits_equal_a_plain_forward_with_the_same_decisions(kind):
         assert outs[0].router_logits.shape == (1, 14, K)
 
 
-@pytest.mark.parametrize("kind", ["sequence", "vocabulary", "per_layer", "shared"])
+@pytest.mark.parametrize("kind", ["vocabulary", "per_layer", "shared"])
 def test_routed_decode_takes_the_decisions_of_one_pass(kind):
     config = tiny_config()
     decoder, stacks = Decoder(config, random_arrays(config)), random_stacks(config)
