@@ -18,8 +18,11 @@ class Config:
     base, data          base model; "auto" takes the real sets where MOLORA_DATA is set
     rank, alpha         of every adapter, on all seven projections; the scale is alpha / rank
     adapter_*           steps, peak learning rate, rows and tokens a row of one adapter's training
+    train_rows          windows of each domain that adapters and router are trained on
     router              "per_layer", or "shared": one decision after layer `after_layer`
     router_start_rows   rows read to solve the router in closed form
+    router_joined       share of the router's rows that change domain in the middle; rows of one
+                        domain alone teach it to expect no change
     router_steps        gradient steps that follow, with the language-model loss
     top_k               adapters per token, beside k = 1, which is always reported
     eval_rows           held-out rows of one domain;  eval_joined  rows that change domain
@@ -37,16 +40,18 @@ class Config:
     adapter_lr: float = 1e-3
     adapter_rows: int = 2
     adapter_len: int = 128
+    train_rows: int = 96
     router: Literal["per_layer", "shared"] = "per_layer"
     after_layer: int = 3
-    router_start_rows: int = 96
+    router_start_rows: int = 144
+    router_joined: float = 0.85
     router_steps: int = 10
-    router_lr: float = 3e-4
+    router_lr: float = 1e-3
     label_coef: float = 0.1
     top_k: int = 2
-    eval_rows: int = 4
-    eval_joined: int = 12
-    eval_len: int = 128
+    eval_rows: int = 2
+    eval_joined: int = 6
+    eval_len: int = 256
     mixture: bool = False
     prompt: str = (
         "Question: Nina buys 3 boxes of pens. Each box holds 12 pens and costs $4. How much does "
@@ -126,9 +131,8 @@ def windows_of(domains, tokenizer, config: Config):
     """Training windows of each domain; held-out windows of each, labelled, then the joined ones."""
     from molora_jax.training.data import joined_windows
 
-    rows = max(config.adapter_steps * config.adapter_rows, config.router_start_rows)
     train = [
-        packed(domain.train_docs, tokenizer, rows=rows, seq_len=config.adapter_len)
+        packed(domain.train_docs, tokenizer, rows=config.train_rows, seq_len=config.adapter_len)
         for domain in domains
     ]
     heldout = [
@@ -136,7 +140,6 @@ def windows_of(domains, tokenizer, config: Config):
         for domain in domains
     ]
     heldout = [windows.labelled(index) for index, windows in enumerate(heldout)]
-    # Other documents than the unjoined rows where there are enough: the joined rows come after.
     joined = joined_windows(heldout, config.eval_joined, seed=config.seed)
     return train, [*heldout, joined]
 
@@ -234,6 +237,7 @@ def trained_router(run, base, bank, train, config: Config):
         top_k=config.top_k,
         after_layer=config.after_layer if config.router == "shared" else None,
         start_rows=config.router_start_rows,
+        joined_share=config.router_joined,
         label_coef=config.label_coef,
         seed=config.seed,
         checkpoint_every=20,
