@@ -225,11 +225,13 @@ def bindings(
 
 def _without_effect(written: str, sources: Sequence[str], short: str) -> Iterator[str]:
     """Bindings, among those that gin wrote out, that the Config of module `short` never sees."""
-    for binding in re.findall(r"^([\w./]+) = ", written, flags=re.MULTILINE):
+    for binding in re.findall(r"^([\w./]*) = ", written, flags=re.MULTILINE):
         target, _, _ = binding.rpartition(".")
         if target:
             if not re.search(rf"(^|\.){re.escape(short)}\.Config$", target):
                 yield binding
+        elif not binding:  # gin's own macro without a scope, which is a macro without a name
+            yield "gin.macro.value"
         # A macro counts as read if any source reads it: a later binding may have replaced that one.
         elif binding != "experiment" and not re.search(rf"%{binding}\b", "\n".join(sources)):
             yield binding

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from experiments.registry import check_config, place
 
+DOMAINS = 4
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
@@ -63,6 +65,47 @@ class Config:
 
     def __post_init__(self):
         check_config(self)
+        for name in ("train_rows", "eval_rows", "eval_joined", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Config.{name} = {getattr(self, name)}: expected at least 1")
+        for name in ("adapter_len", "eval_len"):
+            if getattr(self, name) < 8:
+                raise ValueError(f"Config.{name} = {getattr(self, name)}: expected at least 8")
+        if not 1 <= self.top_k <= DOMAINS:
+            raise ValueError(
+                f"Config.top_k = {self.top_k}: expected 1 to {DOMAINS}, the number of adapters"
+            )
+        self.adapter_training(), self.router_training()  # refuse what training would
+
+    def adapter_training(self, *, pooled: int = 1, steps: int | None = None):
+        """Of one domain's adapter; of `pooled` domains, with as many parameters as theirs."""
+        from molora_jax.training.config import AdapterTrainConfig
+
+        return AdapterTrainConfig(
+            rank=self.rank * pooled,
+            alpha=self.alpha * pooled,
+            steps=self.adapter_steps if steps is None else steps,
+            lr=self.adapter_lr,
+            batch_size=self.adapter_rows,
+            seed=self.seed,
+            checkpoint_every=20,
+        )
+
+    def router_training(self):
+        from molora_jax.training.config import RouterTrainConfig
+
+        return RouterTrainConfig(
+            steps=self.router_steps,
+            lr=self.router_lr,
+            batch_size=self.adapter_rows,
+            top_k=self.top_k,
+            after_layer=self.after_layer if self.router == "shared" else None,
+            start_rows=self.router_start_rows,
+            joined_share=self.router_joined,
+            label_coef=self.label_coef,
+            seed=self.seed,
+            checkpoint_every=20,
+        )
 
 
 def digests(config: Config) -> dict[str, str]:
@@ -182,19 +225,11 @@ def trained_adapter(
     A pooled adapter has as many parameters as the single ones together.
     """
     from molora_jax.adapters import AdapterCard, save_adapter
-    from molora_jax.training import AdapterTrainConfig, train_adapter
+    from molora_jax.training import train_adapter
     from molora_jax.training.data import concatenate
 
     name = "mixture" if len(windows) > 1 else next(iter(windows))
-    training = AdapterTrainConfig(
-        rank=config.rank * len(windows),
-        alpha=config.alpha * len(windows),
-        steps=config.adapter_steps if steps is None else steps,
-        lr=config.adapter_lr,
-        batch_size=config.adapter_rows,
-        seed=config.seed,
-        checkpoint_every=20,
-    )
+    training = config.adapter_training(pooled=len(windows), steps=steps)
 
     def make(folder):
         adapter, records = train_adapter(
@@ -228,20 +263,9 @@ def trained_router(run, base, bank, train, config: Config):
     from safetensors.numpy import load_file, save_file
 
     from molora_jax.routing import build_router, router_arrays, router_config
-    from molora_jax.training import RouterTrainConfig, train_router
+    from molora_jax.training import train_router
 
-    training = RouterTrainConfig(
-        steps=config.router_steps,
-        lr=config.router_lr,
-        batch_size=config.adapter_rows,
-        top_k=config.top_k,
-        after_layer=config.after_layer if config.router == "shared" else None,
-        start_rows=config.router_start_rows,
-        joined_share=config.router_joined,
-        label_coef=config.label_coef,
-        seed=config.seed,
-        checkpoint_every=20,
-    )
+    training = config.router_training()
 
     def make(folder):
         router, _ = train_router(base, bank, train, training, run_dir=folder)
@@ -276,15 +300,18 @@ def evaluate_arms(base, composition, windows, names, config: Config, pooled) -> 
 
     bank = composition.bank
     router = composition.router
-    arms = {"base": base_arm}
+    arms: dict[str, Any] = {"base": base_arm}
     arms |= {f"{name} only": single_arm(at) for at, name in enumerate(names)}
     arms |= {"uniform": uniform_arm(len(names)), "oracle": oracle_arm}
     arms |= {f"MoLoRA k={k}": router.with_top_k(k) for k in sorted({1, config.top_k})}
+    # As many rows at once as divide them, so that no row is filled up.
+    at_once = max(size for size in range(1, 9) if windows.num_rows % size == 0)
     measured = {}
     for label, arm in arms.items():
         measured[label] = evaluate(
             base.decoder,
             windows,
+            batch_size=at_once,
             adapters=bank.stacks,
             router=arm,
             column_to_slot=composition.column_to_slot,
@@ -327,6 +354,7 @@ def routed_answer(base, composition, config: Config) -> Answer:
         column_to_slot=composition.column_to_slot,
     )
     ids = prompt + generated.tokens
+    assert generated.routing is not None
     routing = (generated.routing.adapter_ids, generated.routing.gates)
     return Answer(
         pieces=base.tokenizer.pieces(ids),

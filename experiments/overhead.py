@@ -6,6 +6,7 @@ import time
 from typing import Literal
 
 from experiments.registry import check_config
+from pallas_kernels.strategy import resolve
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,11 @@ class Config:
 
     def __post_init__(self):
         check_config(self)
+        sizes = {"num_tokens": self.rows * self.seq_len, "num_slots": self.num_adapters}
+        try:
+            resolve(self.strategy, "auto", top_k=self.top_k, **sizes)
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(f"Config.strategy: {error}") from None
 
 
 def digests(config: Config) -> dict[str, str]:

@@ -8,6 +8,9 @@ Importing this file imports nothing heavy: an entry holds an import path, not a 
     digests(config)   {"data": ..., "base": ...}: content digests of what the run reads; with the
                       config they make the run's id
     main(config, run) measures, and ends with `run.finish(...)`; see experiments.results.Run
+    found(config, path)
+                      optional: a finished run at `path` is not measured again; puts what it made
+                      where the config's places say
     SWEEPS            optional: {name: function() -> list of gin bindings, one string a point}
 """
 
@@ -16,6 +19,7 @@ import dataclasses
 import difflib
 import importlib
 import math
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -70,7 +74,8 @@ def check_config(config: typing.Any) -> None:
     """Holds every field of a Config to its annotation, since gin checks no types.
 
     An int where a float is wanted becomes a float and a list becomes a tuple, so that equal
-    configs have equal hashes however they were written. Call it first in `__post_init__`.
+    configs have equal hashes however they were written; `~` is expanded where it starts a place.
+    Call it first in `__post_init__`.
 
     Raises:
       ValueError: names the class, the field, the value and the type expected.
@@ -82,6 +87,9 @@ def check_config(config: typing.Any) -> None:
             value = _fit(value, hints[field.name])
         except TypeError as error:
             raise ValueError(f"{type(config).__name__}.{field.name} = {value!r}: {error}") from None
+        if field.metadata.get("place"):
+            many = isinstance(value, tuple)
+            value = tuple(map(os.path.expanduser, value)) if many else os.path.expanduser(value)
         object.__setattr__(config, field.name, value)
 
 

@@ -1,7 +1,8 @@
 """Runs: their ids, how one is measured or found again, how it ends, and tables of several.
 
 `<workdir>/<experiment>/<run id>/` holds config.gin, config.json, metrics.jsonl, report.md, pictures
-and result.json. `python -m experiments.results RUN...` prints a table of such folders.
+and result.json; `previous/` in it holds the same of the measurement that the last --rerun replaced.
+`python -m experiments.results RUN...` prints a table of such folders.
 """
 
 import csv
@@ -9,6 +10,7 @@ import dataclasses
 import io
 import json
 import pathlib
+import shutil
 import signal
 import sys
 import threading
@@ -41,8 +43,8 @@ def execute(
 
     A finished run is printed and not repeated, unless `rerun` or `retrain`. One that was killed,
     stopped or failed is taken up again: what it trained is in the cache, what it was training has
-    its checkpoint there. An exception in `main` ends as status failed, an interrupt (SIGINT,
-    SIGTERM) as stopped.
+    its checkpoint there. One whose report, or what it made, is gone is measured again. An
+    exception in `main` ends as status failed, an interrupt (SIGINT, SIGTERM) as stopped.
 
     Args:
       digests: what `module.digests(config)` says of the data and the base.
@@ -50,8 +52,15 @@ def execute(
     path = workdir / name / run_id(name, config, digests)
     found = read_result(path)
     if found and found["status"] == "complete" and not (rerun or retrain):
-        _print_report(path, found)
-        return "complete", path
+        try:
+            _show_found(module, config, path, found)
+        except FileNotFoundError as error:
+            logging.warning("%s: %s is gone; measuring again", path, error.filename)
+        except (OSError, ValueError) as error:
+            logging.error("%s: %s", path, error)
+            return "failed", path
+        else:
+            return "complete", path
     path.mkdir(parents=True, exist_ok=True)
     try:
         with artifacts.lock(path / ".lock", wait=False):
@@ -72,6 +81,8 @@ def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
             how[found["status"]],
             f" ({found['error']})" if found["status"] == "failed" else "",
         )
+    elif found:
+        _keep_previous(path)
     run = Run(
         path=path,
         experiment=name,
@@ -130,8 +141,22 @@ def config_gin(name: str, config: Any) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _print_report(path: pathlib.Path, result: dict) -> None:
-    print((path / "report.md").read_text(encoding="utf-8"))
+def _keep_previous(path: pathlib.Path) -> None:
+    """Copies a finished run's files into `previous/`, so that they outlive what replaces them."""
+    previous = path / "previous"
+    shutil.rmtree(previous, ignore_errors=True)
+    previous.mkdir()
+    for file in path.iterdir():
+        if file.is_file() and file.name != ".lock":
+            shutil.copy2(file, previous)
+
+
+def _show_found(module, config, path: pathlib.Path, result: dict) -> None:
+    """Prints a finished run's report, and lets the experiment hand out what it made."""
+    report = (path / "report.md").read_text(encoding="utf-8")
+    if hasattr(module, "found"):
+        module.found(config, path)
+    print(report)
     made_by = result["environment"]["source"]
     if made_by != source_digest():
         print(f"Other source code made this run ({made_by}, now {source_digest()}).")

@@ -5,6 +5,7 @@ import json
 import math
 import numbers
 import pathlib
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -13,6 +14,7 @@ from absl import logging
 
 from experiments import artifacts, registry
 from experiments.provenance import environment
+from molora_jax.adapters.folders import new_folder
 
 T = TypeVar("T")
 Number = float | int | None
@@ -182,6 +184,20 @@ class Run:
                 kept.append(text)
                 self._last_step[line["phase"]] = line["step"]
         artifacts.write_atomically(self._metrics_path, "".join(f"{line}\n" for line in kept))
+
+
+def deliver(made: pathlib.Path, out: str) -> None:
+    """Copies the folder that a run made to where its config wants it, if it says so.
+
+    Raises:
+      FileNotFoundError: `made` is not there.
+      ValueError: `out` holds files of another kind; nothing is replaced.
+    """
+    names = {each.name for each in made.iterdir()}
+    if out:
+        with new_folder(out, owned=names, overwrite=True) as folder:
+            shutil.copytree(made, folder, dirs_exist_ok=True)
+        print(f"Copied to {out}")
 
 
 def read_result(path: pathlib.Path) -> dict | None:

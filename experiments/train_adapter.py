@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 from experiments.registry import check_config, place
+from experiments.run_folder import deliver
 from molora_jax.adapters import AdapterBank, AdapterCard, load_adapter, save_adapter
 from molora_jax.models import base_digest, load_base
 from molora_jax.models.digest import file_digest
@@ -27,8 +29,8 @@ class Config(AdapterTrainConfig):
     heldout         the same, never trained on; empty measures nothing
     responses_only  only the assistant's tokens are targets (needs `messages`)
     seq_len         tokens of a row
-    name            the adapter's label
-    out             folder for the adapter; empty: `adapter` in the run's own folder
+    name            the adapter's label, and the name of its folder in the run's own
+    out             another folder to copy the adapter to
     """
 
     base: str = "smollm2-135m"
@@ -47,6 +49,11 @@ class Config(AdapterTrainConfig):
             raise ValueError(
                 "Config.data is empty: name a file of JSON lines, as in "
                 "--gin_bindings=\"train_adapter.Config.data='my.jsonl'\""
+            )
+        if not re.fullmatch(r"\w[\w.-]*", self.name) or self.name == "previous":
+            raise ValueError(
+                f"Config.name = {self.name!r}: expected the name of a folder, of letters, digits, "
+                "_, - and ., and not 'previous', which is taken"
             )
         for field in ("data", "heldout"):
             path = getattr(self, field)
@@ -101,20 +108,26 @@ def main(config: Config, run) -> None:
         for name, arm in {"heldout_base": base_arm, "heldout_adapter": single_arm(0)}.items():
             measured = evaluate(base.decoder, heldout, adapters=bank.stacks, router=arm)
             metrics[name] = measured.nll
-    out = pathlib.Path(config.out) if config.out else run.path / "adapter"
+    made = run.path / config.name
     card = AdapterCard(
         base=config.base,
         data=pathlib.Path(config.data).name,
         command="python run.py --experiment=train_adapter",
         metrics=metrics,
     )
-    save_adapter(adapter, out, card=card, overwrite=True)
+    save_adapter(adapter, made, card=card, overwrite=True)
+    deliver(made, config.out)
     rows = "".join(f"| {name} | {value:.4f} |\n" for name, value in metrics.items())
     run.finish(
         metrics=metrics,
-        report=f"# Adapter {config.name}\n\nA PEFT folder in `{out}`, base {config.base}, digest "
+        report=f"# Adapter {config.name}\n\nA PEFT folder in `{made}`, base {config.base}, digest "
         f"{adapter.digest[:12]}.\n\n{data_report}.\n\n| nats a token | |\n| --- | --- |\n{rows}",
     )
+
+
+def found(config: Config, path: pathlib.Path) -> None:
+    """Hands out the adapter of a finished run."""
+    deliver(path / config.name, config.out)
 
 
 def _losses(path: pathlib.Path) -> list[float]:

@@ -3,7 +3,8 @@
 import dataclasses
 import pathlib
 
-from experiments.registry import check_config, place
+from experiments.registry import check_config, place, repeated
+from experiments.run_folder import deliver
 from molora_jax.adapters import AdapterBank, Composition, load_adapter
 from molora_jax.models import base_digest, load_base
 from molora_jax.models.digest import file_digest
@@ -23,11 +24,11 @@ class Config(RouterTrainConfig):
     """What is routed to what; steps, lr, top_k, label_coef and so on are RouterTrainConfig's.
 
     base      base model: a name, a folder or a .gguf file
-    adapters  PEFT folders, two or more
+    adapters  PEFT folders, two or more; their names become the labels
     data      one file of JSON lines for each adapter, in the same order
     heldout   the same, never trained on; empty measures nothing
     seq_len   tokens of a row
-    out       folder for the composition; empty: `composition` in the run's own folder
+    out       another folder to copy the composition to, from `composition` in the run's own
     """
 
     base: str = "smollm2-135m"
@@ -46,6 +47,13 @@ class Config(RouterTrainConfig):
                 f"Config.adapters has {len(self.adapters)} entries and Config.data "
                 f"{len(self.data)}: expected two adapters or more and one data file for each, as "
                 "in --gin_bindings=\"train_router.Config.adapters=('a', 'b')\""
+            )
+        if twice := repeated(str(_folder(path)) for path in self.adapters):
+            raise ValueError(f"Config.adapters names {twice[0]!r} twice: expected each once")
+        if self.top_k > len(self.adapters):
+            raise ValueError(
+                f"Config.top_k = {self.top_k}: expected at most {len(self.adapters)}, one for "
+                "each of Config.adapters"
             )
         if self.heldout and len(self.heldout) != len(self.data):
             raise ValueError(
@@ -110,8 +118,9 @@ def main(config: Config, run) -> None:
         load=lambda folder: Composition.load(folder / "composition", base),
         phase="router",
     )
-    out = pathlib.Path(config.out) if config.out else run.path / "composition"
-    composition.save(out, overwrite=True)
+    made = run.path / "composition"
+    composition.save(made, overwrite=True)
+    deliver(made, config.out)
 
     arms = {"base": base_arm, "uniform": uniform_arm(len(names)), "oracle": oracle_arm}
     metrics = {}
@@ -129,14 +138,22 @@ def main(config: Config, run) -> None:
     run.finish(
         metrics=metrics,
         report=f"# Router over {', '.join(names)}\n\n"
-        f"A composition in `{out}`, base {config.base}; {config.training().label_use()}.\n"
+        f"A composition in `{made}`, base {config.base}; {config.training().label_use()}.\n"
         + (f"\n| held-out, nats a token | |\n| --- | --- |\n{table}" if table else ""),
     )
 
 
+def found(config: Config, path: pathlib.Path) -> None:
+    """Hands out the composition of a finished run."""
+    deliver(path / "composition", config.out)
+
+
 def _bank(base, paths) -> AdapterBank:
     """A bank that holds these adapters, slot after slot, and no more."""
-    loaded = [load_adapter(path, config=base.config)[0] for path in paths]
+    loaded = [
+        load_adapter(path, name=label, config=base.config, base_name=base.name)[0]
+        for path, label in zip(paths, _labels(paths), strict=True)
+    ]
     bank = AdapterBank(
         base.config,
         num_slots=len(loaded),
@@ -146,3 +163,22 @@ def _bank(base, paths) -> AdapterBank:
     for adapter in loaded:
         print(bank.load(adapter))
     return bank
+
+
+def _labels(paths) -> list[str]:
+    """The folders' names, each with as many parents before it as tell it from the others."""
+    split = [_folder(path).parts for path in paths]
+
+    def label(own):
+        depth = next(
+            n for n in range(1, len(own) + 1) if sum(each[-n:] == own[-n:] for each in split) == 1
+        )
+        return "-".join(own[-depth:])
+
+    return [label(own) for own in split]
+
+
+def _folder(path: str) -> pathlib.Path:
+    """The folder of an adapter that is named by it, or by a file in it."""
+    resolved = pathlib.Path(path).resolve()
+    return resolved.parent if resolved.is_file() else resolved

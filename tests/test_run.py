@@ -111,6 +111,7 @@ def test_exit_codes_of_the_program(arguments, code, said, tmp_path):
         (["--gin_bindings=toy.sweep_rates.steps=1"], "parameter named 'steps'"),
         (["--gin_bindings=toy.Config.steps=%many"], "macro %many"),
         (["--gin_bindings=toy.Config.steps=many"], "quotes"),
+        (["--gin_bindings=gin.macro.value=3"], "has no effect"),
         (["--gin_bindings=toy.Config.steps=1.5"], "Config.steps = 1.5: expected int"),
         (["--gin_bindings=toy.Config.steps=True"], "expected int"),
         (["--gin_bindings=toy.Config.kind='cubik'"], "did you mean 'cubic'?"),
@@ -122,6 +123,18 @@ def test_misuse_leaves_with_2_and_starts_nothing(call, capsys, arguments, said):
     code, results = call(*arguments)
     assert (code, results) == (2, [])
     assert said in capsys.readouterr().err
+
+
+def test_a_strategy_that_is_not_there_is_refused_before_anything_starts(capsys, tmp_path):
+    with flagsaver.flagsaver():
+        arguments = ["--experiment=overhead", "--scale=tiny", f"--workdir={tmp_path / 'runs'}"]
+        binding = "--gin_bindings=overhead.Config.strategy='groupd'"
+        run.parse_flags(["run.py", *arguments, binding])
+        with pytest.raises(SystemExit) as stop:
+            run.main([])
+    assert stop.value.code == 2
+    assert "Did you mean 'grouped'?" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_dead_binding_in_a_users_gin_file_is_refused(call, capsys, tmp_path):

@@ -54,6 +54,7 @@ class AdapterBank:
     dtype        of every weight in the bank, whatever the files hold, so that the order of loading
                  cannot matter: float32 (default), bfloat16 or float16. The scale is folded in
                  float32 before the one rounding.
+    base_name    the base's name: a PEFT folder that names another base is loaded with a warning
 
     A write gives the old buffers back to the device (donation): take `bank.stacks` anew for every
     step, since a reference kept from before a load is deleted and says so when used.
@@ -67,6 +68,7 @@ class AdapterBank:
         max_rank: int,
         projections: Sequence[str] = PROJECTIONS,
         dtype: jax.typing.DTypeLike = jnp.float32,
+        base_name: str | None = None,
     ):
         for name, value in (("num_slots", num_slots), ("max_rank", max_rank)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -81,6 +83,7 @@ class AdapterBank:
         if self.dtype.name not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype is {self.dtype}; expected float32, bfloat16 or float16")
         self.config, self.num_slots, self.max_rank = config, num_slots, max_rank
+        self.base_name = base_name
         self.projections = tuple(name for name in PROJECTIONS if name in projections)
         self._occupants: list[Occupant | None] = [None] * num_slots
         self._next_id = 0
@@ -193,7 +196,9 @@ class AdapterBank:
         if isinstance(adapter, Adapter):
             report = LoadReport.of(adapter)
         else:
-            adapter, report = load_adapter(adapter, name=name, config=self.config)
+            adapter, report = load_adapter(
+                adapter, name=name, config=self.config, base_name=self.base_name
+            )
         name = adapter.name if name is None else check_label(name)
         report = dataclasses.replace(report, name=name, bank_dtype=self.dtype.name)
         self._check(adapter, name)
@@ -257,6 +262,12 @@ class AdapterBank:
                         f"adapter {name!r}: {module} with scale {pair.scale:.6g} overflows "
                         f"{self.dtype.name}. Create the bank with dtype=float32"
                     )
+            if scaled.any() and not lora_b[layer].any():
+                raise ValueError(
+                    f"adapter {name!r}: lora_B of {module} with scale {pair.scale:.6g} is at most "
+                    f"{np.abs(scaled).max():.3g} and becomes all zero in {self.dtype.name}: the "
+                    "module would change nothing. Create the bank with dtype=float32"
+                )
         return content
 
     def _write(self, slot: int, content: HostSlot) -> None:

@@ -247,4 +247,5 @@ def _check_rank(
 
 
 def _last_part(name: str) -> str:
-    return re.split(r"[/\\]", name.rstrip("/\\"))[-1].lower()
+    """Of org/name or org/name@revision the name, of a path its last folder."""
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1].split("@")[0].lower()

@@ -11,6 +11,7 @@ import numpy as np
 from molora_jax.adapters import AdapterStack
 from molora_jax.generation.sampling import Sampling, sample
 from molora_jax.models.decoder import Decoder
+from molora_jax.routing.reach import check_reach
 from pallas_kernels import Routing
 
 
@@ -46,11 +47,14 @@ def generate(
     Greedy results do not depend on what else is in the batch or on the side of the padding. Prompt
     and cache lengths are rounded up to powers of two, so that few lengths are ever compiled.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, or a length past the model's.
+    Raises ValueError for an empty prompt, ids outside the vocabulary, a length past the model's, or
+    a router that names an adapter which is not there.
     """
     config = decoder.config
     if not prompts:
         return []
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens {max_new_tokens}: expected at least 1")
     if padding not in ("left", "right"):
         raise ValueError(f"padding {padding!r}: expected 'left' or 'right'")
     for row, prompt in enumerate(prompts):
@@ -77,6 +81,9 @@ def generate(
         start = S - len(prompt) if padding == "left" else 0
         tokens[row, start : start + len(prompt)] = prompt
         mask[row, start : start + len(prompt)] = True
+
+    if router is not None and adapters is not None:
+        check_reach(router, adapters, column_to_slot, vocab_size=config.vocab_size)
 
     routed = {"adapters": adapters, "router": router, "column_to_slot": column_to_slot}
     knobs = (sampling.temperature, sampling.top_k, sampling.top_p)

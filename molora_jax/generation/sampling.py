@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 
@@ -28,9 +27,9 @@ class Sampling:
 def sample(
     key: Array,
     logits: Float[Array, "B V"],
-    temperature: ArrayLike,
-    top_k: ArrayLike,
-    top_p: ArrayLike,
+    temperature: Array | float,
+    top_k: Array | int,
+    top_p: Array | float,
 ) -> Int[Array, " B"]:
     """One token a row. The parameters are data, so that changing them compiles nothing.
 
@@ -42,7 +41,7 @@ def sample(
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
     rank = jnp.arange(V)[None]
-    allowed = (before < top_p) & ((rank < top_k) | (top_k == 0)) | (rank == 0)
+    allowed = ((before < top_p) | (top_p >= 1)) & ((rank < top_k) | (top_k == 0)) | (rank == 0)
     drawn = jax.random.categorical(key, jnp.where(allowed, ranked, -jnp.inf), axis=-1)
     drawn = jnp.where(temperature > 0, drawn, 0)
     return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)

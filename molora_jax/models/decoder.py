@@ -65,7 +65,7 @@ class DecoderLayer(nnx.Module):
     sliced off.
     """
 
-    def __init__(self, config: ModelConfig, arrays: Mapping[str, ArrayLike]):
+    def __init__(self, config: ModelConfig, arrays: Mapping[str, Array]):
         self.config = config
 
         def projection(path: str) -> MoLoRALinear:
@@ -110,9 +110,9 @@ class DecoderLayer(nnx.Module):
             q = rms_norm(q, self.q_norm[...], eps=c.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], eps=c.rms_norm_eps)
         q, k = rotate(q, *rope), rotate(k, *rope)
-        kept = store(k.swapaxes(1, 2), v.swapaxes(1, 2))
-        out = attention(q, *kept, visible)
-        return self.o_proj(out.reshape(B, S, -1), "o_proj", adapters), kept
+        all_k, all_v = store(k.swapaxes(1, 2), v.swapaxes(1, 2))
+        out = attention(q, all_k, all_v, visible)
+        return self.o_proj(out.reshape(B, S, -1), "o_proj", adapters), (all_k, all_v)
 
 
 def attention(
@@ -155,15 +155,15 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, arrays: Mapping[str, ArrayLike]):
-        arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+        stacked = {name: jnp.asarray(array) for name, array in arrays.items()}
         self.config = config
-        self.embedding = nnx.Param(arrays["embed_tokens.weight"])
-        self.norm = nnx.Param(arrays["norm.weight"])
+        self.embedding = nnx.Param(stacked["embed_tokens.weight"])
+        self.norm = nnx.Param(stacked["norm.weight"])
         tied = config.tie_word_embeddings
-        self.lm_head = None if tied else nnx.Param(arrays["lm_head.weight"])
+        self.lm_head = None if tied else nnx.Param(stacked["lm_head.weight"])
         prefix = "layers."
         self.layers = DecoderLayer(
-            config, {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+            config, {n.removeprefix(prefix): a for n, a in stacked.items() if n.startswith(prefix)}
         )
 
     def logits(self, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
@@ -266,6 +266,7 @@ class Decoder(nnx.Module):
             strategy=strategy, backend=backend, return_keys_values=True,
         )  # fmt: skip
         room = ((0, 0), (0, 0), (0, 0), (0, cache_size - S), (0, 0))
+        assert out.keys_values is not None
         keys, values = (tuple(jnp.pad(each, room)) for each in out.keys_values)
         last = S - jnp.argmax(mask[:, ::-1], axis=1)
         cache = KVCache(
@@ -340,7 +341,9 @@ class _Decision:
 
     def __init__(self, decoder, tokens, mask, adapters, router, column_to_slot, strategy, backend):
         self.tokens, self.mask, self.router = tokens, mask, router
-        self.column_to_slot, self.strategy, self.backend = column_to_slot, strategy, backend
+        # numpy outside jit: the scan below indexes it with a traced layer's choice.
+        self.column_to_slot = None if column_to_slot is None else jnp.asarray(column_to_slot)
+        self.strategy, self.backend = strategy, backend
         self.kind = None if router is None else router.decision
         self.input_logits = None
         if router is not None:

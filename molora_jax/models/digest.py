@@ -16,11 +16,18 @@ def file_digest(path: str | Path) -> str:
     """sha256 of a file's content.
 
     Hashing takes a second for half a gigabyte, so the result is kept in MOLORA_CACHE and holds as
-    long as the file's size and modification time do.
+    long as the file's place and size and the times of its last changes do. The time of change
+    (ctime) cannot be set back, as that of modification is by tools that copy files.
     """
     path = Path(path).resolve()
     stat = path.stat()
-    seen = {"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    seen = {
+        "path": str(path),
+        "inode": stat.st_ino,
+        "size": stat.st_size,
+        "mtime_ns": stat.st_mtime_ns,
+        "ctime_ns": stat.st_ctime_ns,
+    }
     name = hashlib.sha256(str(path).encode()).hexdigest()[:24]
     record = cache_folder() / "digests" / f"{name}.json"
     if record.exists():
@@ -35,11 +42,11 @@ def file_digest(path: str | Path) -> str:
 
 
 def files_digest(paths: Sequence[str | Path]) -> str:
-    """Digest of a model: that of its one file, or the sha256 of those of its files in order."""
-    digests = [file_digest(path) for path in paths]
-    if len(digests) == 1:
-        return digests[0]
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    """Digest of a model: that of its one file, or the sha256 of names and digests of several."""
+    if len(paths) == 1:
+        return file_digest(paths[0])
+    lines = [f"{file_digest(path)}  {Path(path).name}\n" for path in paths]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def params_digest(tree: Any) -> str:

@@ -18,7 +18,7 @@ from molora_jax.models.gguf import load_gguf, read_gguf
 from molora_jax.models.smollm2 import fetch_smollm2
 from molora_jax.models.tiny import tiny_arrays, tiny_config, tiny_tokenizer
 from molora_jax.models.tokenizer import Tokenizer
-from molora_jax.models.weights import DTYPES, load_safetensors, safetensors_files
+from molora_jax.models.weights import DTYPES, load_safetensors, model_files, safetensors_files
 
 NAMES = ("smollm2-135m", "tiny-random")
 _HUB_NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?:@([\w./-]+))?")
@@ -26,7 +26,10 @@ _HUB_NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?:@([\w./-]+))?")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseModel:
-    """A frozen base: the name it was asked for, and `digest`, the sha256 of its weight files."""
+    """A frozen base: the name it was asked for, and `digest`, the sha256 of its files.
+
+    Of a folder these are weights, configuration and tokenizer; a GGUF file holds all of them.
+    """
 
     name: str
     config: ModelConfig
@@ -56,6 +59,15 @@ def load_base(name: str, *, dtype: str = "float32") -> BaseModel:
         base = _from_folder(name, path, dtype)
     else:
         base = _from_gguf(name, path, dtype)
+    if base.tokenizer.vocab_size > base.config.vocab_size:
+        logging.warning(
+            "base %s: its tokenizer has %d tokens, its embedding %d rows; ids from %d on have no "
+            "embedding. Check that tokenizer and weights belong together",
+            name,
+            base.tokenizer.vocab_size,
+            base.config.vocab_size,
+            base.config.vocab_size,
+        )
     logging.info("base %s: loaded in %.1f s as %s", name, time.monotonic() - start, dtype)
     return base
 
@@ -65,7 +77,7 @@ def base_digest(name: str) -> str:
     path = _located(name)
     if path is None:
         return params_digest(tiny_arrays())
-    return files_digest(safetensors_files(path) if path.is_dir() else [path])
+    return files_digest(model_files(path) if path.is_dir() else [path])
 
 
 def _located(name: str) -> Path | None:
@@ -120,7 +132,7 @@ def _from_folder(name: str, path: Path, dtype: str) -> BaseModel:
         config=config,
         decoder=_decoder(config, arrays),
         tokenizer=Tokenizer.from_folder(path, eos_ids=config.eos_ids),
-        digest=files_digest(safetensors_files(path)),
+        digest=files_digest(model_files(path)),
     )
 
 

@@ -17,6 +17,15 @@ from molora_jax.models.config import ModelConfig
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
+# Beside the weights: a changed rope_theta or chat template makes another model of the same weights.
+SETTINGS_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -157,6 +166,12 @@ def safetensors_files(folder: str | Path) -> list[Path]:
             f"({', '.join(absent[:4])}). The download is incomplete; fetch it again."
         )
     return [folder / name for name in shards]
+
+
+def model_files(folder: str | Path) -> list[Path]:
+    """Every file of a Hugging Face folder that decides what the model computes or reads."""
+    settings = [Path(folder) / name for name in SETTINGS_FILES]
+    return [*safetensors_files(folder), *(path for path in settings if path.exists())]
 
 
 def random_arrays(config: ModelConfig, *, seed: int = 0) -> dict[str, np.ndarray]:

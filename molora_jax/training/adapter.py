@@ -14,7 +14,7 @@ from molora_jax.models import BaseModel, params_digest
 from molora_jax.models.decoder import Decoder
 from molora_jax.routing import SequenceRouter
 from molora_jax.training.config import AdapterTrainConfig
-from molora_jax.training.data import Batch, BatchOrder
+from molora_jax.training.data import Batch, BatchOrder, check_tokens
 from molora_jax.training.loop import fit
 from molora_jax.training.losses import next_token_loss
 
@@ -32,8 +32,10 @@ def train_adapter(
     A and B are trained unfolded, so that Adam steps as PEFT's; the base is frozen, and its digest
     is compared before and after. `run_dir` as in `fit`: metrics.jsonl, checkpoints, resume.
 
-    Raises NonFiniteLossError where training diverges; no adapter comes out then.
+    Raises NonFiniteLossError where training diverges; no adapter comes out then. ValueError for a
+    token id that the base does not have.
     """
+    check_tokens(windows, base.config.vocab_size, name=f"windows of adapter {name!r}")
     start = init_adapter(
         base.config,
         rank=config.rank,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from molora_jax.adapters import PROJECTIONS
+from molora_jax.adapters.names import nearest
+from molora_jax.routing.select import GATES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,19 @@ class AdapterTrainConfig(TrainConfig):
         _whole(self, "steps", least=1)
         _whole(self, "rank", least=1)
         _positive(self, "alpha")
+        if isinstance(self.projections, str) or not self.projections:
+            raise ValueError(
+                f"projections must be a list of some of {', '.join(PROJECTIONS)}, got "
+                f"{self.projections!r}"
+            )
+        for name in self.projections:
+            if name not in PROJECTIONS:
+                near = nearest(str(name), PROJECTIONS)
+                raise ValueError(
+                    f"projections has {name!r}"
+                    + (f"; did you mean {near[0]!r}?" if near else ".")
+                    + f" Known are {', '.join(PROJECTIONS)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +97,7 @@ class RouterTrainConfig(TrainConfig):
 
     steps          gradient steps through the model; 0 keeps the start
     top_k          adapters per token at evaluation
-    width          hidden units of the router
+    width          hidden units of the router; with start="ridge" at least two an adapter
     after_layer    None: a decision in every layer. n: one decision, from the output of layer n
     gate           "softmax", or "unit", which is trained at top_k and not densely
     start          "ridge" (closed form, reads labels) or "random"
@@ -121,6 +136,7 @@ class RouterTrainConfig(TrainConfig):
     def __post_init__(self):
         super().__post_init__()
         for name, known in {
+            "gate": GATES,
             "start": ("ridge", "random"),
             "start_states": ("oracle", "base"),
             "joined_split": ("half", "random"),
@@ -128,6 +144,8 @@ class RouterTrainConfig(TrainConfig):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
         _whole(self, "top_k", least=1)
+        # The solved start takes two hidden units an adapter, and there are two or more of these.
+        _whole(self, "width", least=4 if self.start == "ridge" else 1)
         _whole(self, "start_rows", least=6)
         _whole(self, "feature_steps", least=0)
         for name in ("label_coef", "balance_coef", "z_coef", "ridge"):
@@ -135,6 +153,8 @@ class RouterTrainConfig(TrainConfig):
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
         if not 0 <= self.joined_share < 1:
             raise ValueError(f"joined_share must be in [0, 1), got {self.joined_share!r}")
+        if not 0 < self.collapse_share <= 1:
+            raise ValueError(f"collapse_share must be in (0, 1], got {self.collapse_share!r}")
 
     def uses_labels(self) -> bool:
         """Whether training reads the adapter's-own-data label anywhere."""

@@ -170,7 +170,8 @@ def joined_windows(
         if not domain.num_rows:
             raise ValueError(
                 f"domain {index} has no window without padding ({domains[index].num_rows} windows "
-                f"of {domains[index].seq_len} tokens): give it more text or shorten the windows"
+                f"of {domains[index].seq_len} tokens), so no row can be joined from it: give it "
+                "more text, shorten the windows, or train without joined rows (joined_share=0)"
             )
     seq_len = full[0].seq_len
     pairs = list(itertools.permutations(range(len(full)), 2))
@@ -198,6 +199,22 @@ def _join(left: Batch, right: Batch, cut: int) -> Batch:
 def _endless(rng: np.random.Generator, count: int):
     while True:
         yield from rng.permutation(count).tolist()
+
+
+def check_tokens(windows: Batch, vocab_size: int, *, name: str = "windows") -> None:
+    """Raises ValueError for a token id outside the base's embedding.
+
+    JAX reads the nearest row for such an id, so that training would go on with another token.
+    """
+    wrong = np.argwhere((windows.tokens < 0) | (windows.tokens >= vocab_size))
+    if len(wrong):
+        row, position = wrong[0]
+        raise ValueError(
+            f"{name}: row {row}, position {position} has token id {windows.tokens[row, position]} "
+            f"({len(wrong)} such ids in all); the base has a vocabulary of {vocab_size} tokens, "
+            f"0..{vocab_size - 1}. Was the text encoded with another tokenizer? Encode it with the "
+            "base's own"
+        )
 
 
 def check_seq_len(seq_len: int) -> None:

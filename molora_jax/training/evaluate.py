@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 from molora_jax.adapters import AdapterStack
 from molora_jax.models.decoder import Decoder
 from molora_jax.routing import FixedRouter
-from molora_jax.training.data import Batch
+from molora_jax.routing.reach import check_reach
+from molora_jax.training.data import Batch, check_tokens
 from molora_jax.training.losses import token_nll
 
 
@@ -87,11 +88,14 @@ def evaluate(
     Arms of the same structure (the same bank, router type and k) share one compiled function; so
     do the base, every single adapter and the oracle when all are given as arms over one bank.
     """
+    check_tokens(windows, decoder.config.vocab_size)
     nll, choices = [], []
     for start in range(0, windows.num_rows, batch_size):
         rows = windows.rows(slice(start, start + batch_size))
         batch = rows.filled(batch_size)
         arm = router if router is None or isinstance(router, nnx.Module) else router(batch)
+        if arm is not None and adapters is not None:
+            check_reach(arm, adapters, column_to_slot, vocab_size=decoder.config.vocab_size)
         token, choice = _evaluate_batch(
             decoder, batch, adapters, arm, column_to_slot, return_routing=return_routing
         )

@@ -15,6 +15,8 @@ EXPECTED = (
     '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 )
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
@@ -82,6 +84,8 @@ def read_windows(
             continue
         count["truncated"] += len(ids) > seq_len
         rows.append((ids[:seq_len], is_target[:seq_len]))
+    if not count["texts"] + count["conversations"]:
+        raise ValueError(f"{path} is empty: it has no line that is not blank; {EXPECTED}")
     end = tokenizer.eos_ids[0] if tokenizer.eos_ids else None
     parts = [pack(texts, seq_len=seq_len, separator=end)] if texts else []
     parts += [_padded(rows, seq_len)] if rows else []
@@ -108,7 +112,9 @@ def _entries(path: Path):
             try:
                 text = line.decode("utf-8-sig").strip()
                 entry = json.loads(text) if text else None
-            except ValueError as error:  # not UTF-8, or not JSON
+                # JSON can spell half a character ("\ud83d"), which no tokenizer takes.
+                json.dumps(entry, ensure_ascii=False).encode("utf-8")
+            except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep
                 raise ValueError(f"{where}: {error}; {EXPECTED}") from error
             if entry is not None or text:
                 _check(where, entry)
@@ -132,6 +138,12 @@ def _check(where: str, entry: Any) -> None:
                 isinstance(message.get(key), str) for key in ("role", "content")
             ):
                 problem = f"messages[{index}] is {message!r:.60}, without a text role and content"
+            elif message["role"] not in ROLES:
+                problem = (
+                    f"messages[{index}] has the role {message['role']!r:.60}, which is none of "
+                    f"{', '.join(ROLES)}"
+                )
+            if problem is not None:
                 break
     if problem is not None:
         raise ValueError(f"{where}: {problem}; {EXPECTED}")

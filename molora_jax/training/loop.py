@@ -44,7 +44,8 @@ def fit(
     """Minimises Σ w·loss / Σ w over `params` with AdamW and returns (params, one record a step).
 
     batches    step → a batch of batch_size · accumulate rows; called again for the same step it
-               must return the same rows (BatchOrder does)
+               must return the same rows (BatchOrder does). Its `windows`, or without that the
+               batch of step 0, tell whether a run to be resumed had the same data
     frozen     what the loss reads and nobody changes: neither donated nor in the optimiser
     run_dir    receives metrics.jsonl and, with config.checkpoint_every, checkpoints/. A folder that
                holds a checkpoint of the same run is resumed, with the numbers of a run that was
@@ -56,7 +57,9 @@ def fit(
     """
     run = None
     if run_dir is not None:
-        run = RunFolder(Path(run_dir), config, first_batch=batches(0), identity=identity or {})
+        windows = getattr(batches, "windows", None)
+        data = batches(0) if windows is None else windows
+        run = RunFolder(Path(run_dir), config, data=data, identity=identity or {})
     # Copies, because the step is given its inputs' memory and the caller keeps the originals.
     params = jax.tree.map(jnp.array, params)
     state = {"params": params, "optimiser": _adamw(config.clip, config.weight_decay).init(params)}

@@ -28,7 +28,13 @@ from molora_jax.routing.metrics import collapse_warning
 from molora_jax.routing.select import check_choice, usable_tokens
 from molora_jax.training.adapter import kept_frozen, trainable_line
 from molora_jax.training.config import RouterTrainConfig
-from molora_jax.training.data import Batch, BatchOrder, concatenate, joined_windows
+from molora_jax.training.data import (
+    Batch,
+    BatchOrder,
+    check_tokens,
+    concatenate,
+    joined_windows,
+)
 from molora_jax.training.loop import fit
 from molora_jax.training.losses import next_token_loss
 from molora_jax.training.router_start import start_router
@@ -62,11 +68,12 @@ def train_router(
     run_dir  as in `fit`: metrics.jsonl, checkpoints, resume
 
     Raises ValueError for a bank of one adapter (it needs no router), for adapters that are all
-    untrained (B = 0: the gradient of the router is then exactly 0), and for a top_k that does not
-    fit; NonFiniteLossError where training diverges.
+    untrained (B = 0: the gradient of the router is then exactly 0), for a top_k, width or
+    after_layer that does not fit, and for a token id that the base does not have;
+    NonFiniteLossError where training diverges.
     """
     residents = bank.list()
-    _check(residents, bank, data, config)
+    _check(residents, data, config, base)
     digests = tuple(each.digest for each in residents)
     names = [each.name for each in residents]
     frozen = {
@@ -198,7 +205,7 @@ class RouterMonitor:
         }
 
 
-def _check(residents, bank: AdapterBank, data: Sequence[Batch], config: RouterTrainConfig) -> None:
+def _check(residents, data: Sequence[Batch], config: RouterTrainConfig, base: BaseModel) -> None:
     names = [each.name for each in residents]
     if len(names) < 2:
         raise ValueError(
@@ -210,7 +217,21 @@ def _check(residents, bank: AdapterBank, data: Sequence[Batch], config: RouterTr
             f"{len(data)} data sets for {len(names)} adapters ({', '.join(names)}): give each "
             "adapter's own data, in the order of bank.list()"
         )
+    for name, windows in zip(names, data, strict=True):
+        check_tokens(windows, base.config.vocab_size, name=f"data of adapter {name!r}")
     check_choice(top_k=config.top_k, num_columns=len(names), gate=config.gate)
+    layers = base.config.num_layers
+    if config.after_layer is not None and not 0 <= config.after_layer < layers - 1:
+        raise ValueError(
+            f"after_layer {config.after_layer} leaves no layer to adapt: {base.name!r} has "
+            f"{layers} layers, numbered from 0. Choose one of 0..{layers - 2}, or None for a "
+            "decision in every layer"
+        )
+    if config.start == "ridge" and config.width < 2 * len(names):
+        raise ValueError(
+            f"width {config.width} is too small for {len(names)} adapters: start='ridge' takes two "
+            f"hidden units for each. Set width to {2 * len(names)} or more, or start='random'"
+        )
     untrained = [
         each.name
         for each in residents

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from molora_jax.models import ModelConfig
 from molora_jax.routing import LearnedRouter
@@ -45,8 +45,7 @@ def start_router(
         if not config.feature_steps:
             return router
 
-    rows = np.random.default_rng(config.seed).permutation(windows.num_rows)[: config.start_rows]
-    unseen_from = len(rows) - max(len(rows) // 6, 1)
+    rows, unseen_from = _drawn_rows(windows, config, num_columns)
     statistics = RidgeStatistics(num_columns, layers, model.hidden_size)
     unseen, stored = [], []
     for first, batch, inputs in layer_inputs(windows.rows(rows), config, frozen):
@@ -74,6 +73,33 @@ def start_router(
         if not np.isfinite(np.asarray(losses)).all():
             raise ValueError(f"the {config.feature_steps} feature_steps diverged: lower lr")
     return router
+
+
+def _drawn_rows(
+    windows: Batch, config: RouterTrainConfig, num_columns: int
+) -> tuple[Int[np.ndarray, " n"], int]:
+    """The rows to read, and where among them those begin that the regression does not see.
+
+    Rows are drawn evenly over all, but of each adapter the regression sees at least half of an
+    equal share where there are so many: one with little data would be missed otherwise.
+    """
+    order = np.random.default_rng(config.seed).permutation(windows.num_rows)
+    count = min(config.start_rows, len(order))
+    seen = count - max(count // 6, 1)
+    least = max(seen // (2 * num_columns), 1)
+    labels = windows.labels[order]
+    needed = [np.flatnonzero((labels == c).any(axis=1))[:least] for c in range(num_columns)]
+    first = np.unique(np.concatenate(needed))
+    others = np.setdiff1d(np.arange(len(order)), first)
+    filling = max(seen - len(first), 0)
+    chosen = np.sort(np.concatenate([first, others[:filling]]))
+    unseen = others[filling : filling + count - seen]
+    if not len(unseen):
+        raise ValueError(
+            f"{len(order)} rows for {num_columns} adapters leave none to set how sharp the gates "
+            "are: give more data or shorter windows"
+        )
+    return order[np.concatenate([chosen, unseen])], len(chosen)
 
 
 def layer_inputs(

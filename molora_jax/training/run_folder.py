@@ -18,17 +18,17 @@ from molora_jax.training.data import Batch
 class RunFolder:
     """Writes records and checkpoints, and finds where a killed run goes on.
 
-    A run is the same one if its configuration, its first batch and `identity` (digests of what is
+    A run is the same one if its configuration, its data and `identity` (digests of what is
     frozen) are the same; another one's folder is refused.
     """
 
-    def __init__(self, path: Path, config: Any, *, first_batch: Batch, identity: Mapping[str, str]):
+    def __init__(self, path: Path, config: Any, *, data: Batch, identity: Mapping[str, str]):
         self.path, self.config = path, config
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.same_run = {
             "config": dataclasses.asdict(config),
-            "data": _digest(first_batch),
+            "data": _digest(data),
             "identity": dict(identity),
         }
         path.mkdir(parents=True, exist_ok=True)
@@ -91,6 +91,8 @@ def _leaves(meta: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def _digest(batch: Batch) -> str:
-    """Of the first batch: enough to tell other data, or other packing, from the same."""
-    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(batch)]
-    return hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(batch):
+        digest.update(f"{leaf.dtype} {leaf.shape}\n".encode())
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()[:16]

@@ -394,3 +394,30 @@ def test_report_of_a_resident_is_kept(tmp_path):
         dataclasses.replace(report, slot=None, bank_dtype=None)
         == load_adapter(path, name="mine")[1]
     )
+
+
+@pytest.mark.parametrize(("dtype", "tiny"), [(jnp.float16, 1e-9), (jnp.bfloat16, 1e-41)])
+def test_a_module_that_would_vanish_in_the_banks_dtype_is_refused(dtype, tiny):
+    arrays = arrays_for(modules_of(projections=("q_proj", "up_proj")), seed=4)
+    module = "layers.1.mlp.up_proj"
+    arrays[module] = (arrays[module][0], np.full_like(arrays[module][1], tiny))
+    adapter = Adapter.from_arrays("faint", arrays, alpha=3)
+    bank = make_bank(dtype=dtype)
+    before = snapshot(bank)
+    said = rf"'faint': lora_B of {module}.* all zero in {jnp.dtype(dtype).name}.*dtype=float32"
+    with pytest.raises(ValueError, match=said):
+        bank.load(adapter)
+    assert_unchanged(bank, before)
+    make_bank().load(adapter)
+    arrays[module] = (arrays[module][0], 0 * arrays[module][1])  # meant to change nothing
+    bank.load(Adapter.from_arrays("zero", arrays, alpha=3))
+
+
+def test_a_bank_that_knows_its_base_warns_of_an_adapter_of_another(tmp_path, caplog):
+    tensors = peft_tensors(arrays_for(modules_of()))
+    path = write_peft(tmp_path / "sql", tensors, base_model_name_or_path="org/one")
+    for name in ("one", "org/one@v2"):
+        assert make_bank(base_name=name).load(path).warnings == ()
+    report = make_bank(base_name="org/two").load(path)
+    assert report.warnings == ("trained on org/one, used with org/two",)
+    assert "trained on org/one, used with org/two" in caplog.text

@@ -122,5 +122,5 @@ def test_windows_come_from_many_documents_and_only_as_many_as_needed():
     assert windows.tokens.shape == (5, 16) and windows.mask.all()
     assert tokenizer.calls == 3  # two windows of each document
     assert {chr(token) for token in windows.tokens.ravel()} == {"a", "b", "c"}
-    with pytest.raises(ValueError, match="give no window of 5000 tokens"):
-        compose.packed(documents, tokenizer, rows=5, seq_len=5000)
+    with pytest.raises(ValueError, match="give no window of 50000 tokens"):
+        compose.packed(documents, tokenizer, rows=5, seq_len=50_000)

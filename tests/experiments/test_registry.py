@@ -44,6 +44,19 @@ def test_a_place_keeps_its_default_and_its_mark():
     assert field.metadata["place"]
 
 
+def test_a_home_folder_is_expanded_in_places_alone(monkeypatch):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Places:
+        files: tuple[str, ...] = registry.place(())
+        out: str = registry.place()
+        text: str = ""
+
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = Places(files=("~/a", "b"), out="~/x", text="~/x")
+    registry.check_config(config)
+    assert config == Places(files=("/home/ada/a", "b"), out="/home/ada/x", text="~/x")
+
+
 def test_product_of_sweeps():
     assert registry.product([]) == [""]
     assert registry.product([["a"], ["b", "c"]]) == ["a\nb", "a\nc"]

@@ -167,6 +167,32 @@ def test_rerun_measures_again_and_retrain_trains_again(workdir):
     assert metrics_of(path) == logged
 
 
+@pytest.mark.parametrize("end", ["failed", "complete"])
+def test_a_rerun_keeps_what_it_replaces(workdir, end):
+    def measures_again(config, run):
+        if end == "failed":
+            raise RuntimeError("no")
+        run.finish(metrics={"loss": 9}, report="# again")
+
+    _, path = execute(workdir, toy.main)
+    files = {each.name: each.read_text() for each in path.iterdir() if each.name != ".lock"}
+    assert execute(workdir, measures_again, rerun=True)[0] == end
+    assert result_of(path)["status"] == end
+    assert {each.name: each.read_text() for each in (path / "previous").iterdir()} == files
+    # What a failed try leaves is no measurement: the next one does not take its place.
+    execute(workdir, toy.main, rerun=True)
+    kept = json.loads((path / "previous" / "result.json").read_text())["metrics"]["loss"]
+    assert kept == (9 if end == "complete" else 0.125)
+
+
+def test_a_finished_run_without_its_report_is_measured_again(workdir, caplog):
+    _, path = execute(workdir, toy.main)
+    (path / "report.md").unlink()
+    assert execute(workdir, toy.main) == ("complete", path)
+    assert "report.md is gone" in caplog.text
+    assert (path / "report.md").read_text().startswith("# Toy")
+
+
 def test_two_artifacts_without_a_phase_keep_their_own_lines(workdir):
     def make(folder):
         (folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')

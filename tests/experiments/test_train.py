@@ -27,10 +27,13 @@ def files(tmp_path_factory) -> dict[str, pathlib.Path]:
     return found
 
 
+def _tiny(module) -> dict:
+    return command_line.bindings(module, files=[command_line.CONFIGS / "tiny.gin"], shared=True)
+
+
 def execute(module, workdir, **values):
     name = module.__name__.rpartition(".")[2]
-    tiny = command_line.bindings(module, files=[command_line.CONFIGS / "tiny.gin"], shared=True)
-    config = module.Config(**tiny | values)
+    config = module.Config(**_tiny(module) | values)
     status, path = results.execute(
         name, module, config, module.digests(config), scale="tiny", workdir=workdir
     )
@@ -78,10 +81,55 @@ def test_adapters_then_a_router_over_them(files, tmp_path, monkeypatch):
         assert metrics[f"routed/{name}"] != metrics[f"uniform/{name}"]
 
 
+def test_a_finished_run_is_copied_to_where_the_next_config_wants_it(files, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOLORA_CACHE", str(tmp_path / "cache"))
+    values = {"data": str(files["code"]), "name": "code", "steps": 1}
+    outs = [tmp_path / name for name in "abc"]
+    paths = [execute(train_adapter, tmp_path, out=str(out), **values)[0] for out in outs[:2]]
+    assert paths[0] == paths[1]
+    digests = {load_adapter(folder)[0].digest for folder in (*outs[:2], paths[0] / "code")}
+    assert len(digests) == 1
+    # Someone's own files are not replaced.
+    outs[2].mkdir()
+    (outs[2] / "thesis.tex").touch()
+    config = train_adapter.Config(**_tiny(train_adapter) | values | {"out": str(outs[2])})
+    status, _ = results.execute(
+        "train_adapter",
+        train_adapter,
+        config,
+        train_adapter.digests(config),
+        scale="tiny",
+        workdir=tmp_path,
+    )
+    assert status == "failed"
+    assert [each.name for each in outs[2].iterdir()] == ["thesis.tex"]
+
+
+def test_a_router_over_default_folders_of_another_base(files, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MOLORA_CACHE", str(tmp_path / "cache"))
+    data = tuple(str(file) for file in files.values())
+    runs = [execute(train_adapter, tmp_path, data=file, steps=1)[0] for file in data]
+    about = runs[0] / "adapter" / "adapter_config.json"
+    stated = json.loads(about.read_text()) | {"base_model_name_or_path": "org/other"}
+    about.write_text(json.dumps(stated))
+    values = {
+        "adapters": tuple(str(path / "adapter") for path in runs),
+        "data": data,
+        "start": "random",
+        "steps": 0,
+    }
+    for out in (tmp_path / "a", tmp_path / "b"):
+        execute(train_router, tmp_path, out=str(out), **values)
+        composition = Composition.load(out, load_base("tiny-random"))
+        assert composition.column_names == tuple(f"{path.name}-adapter" for path in runs)
+    assert "trained on other, used with tiny-random" in caplog.text.replace("org/", "")
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({}, "Config.data is empty"),
+        ({"data": __file__, "name": "../x"}, "expected the name of a folder"),
         ({"data": "nowhere.jsonl"}, "there is no such file"),
         ({"data": __file__, "rank": 0}, "rank"),
     ],
@@ -98,10 +146,13 @@ def test_train_adapter_refuses(values, said):
         ({"adapters": ("a",), "data": (__file__,)}, "expected two adapters or more"),
         ({"adapters": ("a", "b"), "data": (__file__,)}, "one data file for each"),
         ({"adapters": ("a", "b"), "data": (__file__, "nowhere")}, "there is no such file"),
+        ({"adapters": ("a", "b/../a"), "data": (__file__,) * 2}, "twice"),
+        ({"adapters": ("a", "b"), "data": (__file__,) * 2, "top_k": 3}, "top_k = 3"),
+        ({"adapters": ("a", "b"), "data": (__file__,) * 2, "gate": "sofmax"}, "sofmax"),
     ],
 )
 def test_train_router_refuses(values, said):
-    with pytest.raises(ValueError, match="Config") as caught:
+    with pytest.raises(ValueError, match=r"Config|gate") as caught:
         train_router.Config(**values)
     assert said in str(caught.value)
 

@@ -1,7 +1,10 @@
 """Finding base models by name: paths, the Hugging Face cache, names that nobody knows, digests."""
 
 import hashlib
+import json
+import os
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import pytest
 from molora_jax.models import base_digest, load_base, params_digest
 from molora_jax.models.digest import file_digest
 from molora_jax.models.tiny import tiny_tokenizer
+from molora_jax.models.weights import SETTINGS_FILES
 from tests.models.test_gguf import write_model
 from tests.parity.small_models import hf_tensors, small_model, write_folder
 
@@ -42,8 +46,7 @@ def cached(hub, folder, name="models--org--name", commit="abc123", ref="main"):
 def test_folder(folder):
     base = load_base(str(folder))
     assert base.config.model_type == "llama"
-    weights = (folder / "model.safetensors").read_bytes()
-    assert base.digest == hashlib.sha256(weights).hexdigest() == base_digest(str(folder))
+    assert base.digest == base_digest(str(folder))
     assert base.decoder.embedding[...].dtype == jnp.float32
     half = load_base(str(folder), dtype="bfloat16")
     assert half.decoder.embedding[...].dtype == jnp.bfloat16
@@ -51,6 +54,32 @@ def test_folder(folder):
     assert params_digest(half.decoder) != params_digest(base.decoder)
     with pytest.raises(ValueError, match="float8"):
         load_base(str(folder), dtype="float8")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", *SETTINGS_FILES])
+def test_digest_of_a_folder_changes_with_each_file_that_decides(folder, name):
+    before = base_digest(str(folder))
+    file = folder / name
+    if name == "config.json":
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 777.0}))
+    else:
+        file.write_bytes((file.read_bytes() if file.exists() else b"") + b" ")
+    assert base_digest(str(folder)) != before
+    if name == "config.json":
+        assert load_base(str(folder)).digest == base_digest(str(folder))
+    changed = base_digest(str(folder))
+    (folder / "notes.txt").write_text("no part of the model")
+    assert base_digest(str(folder)) == changed
+
+
+def test_a_tokenizer_with_more_tokens_than_the_embedding_is_warned_of(folder, caplog):
+    base = load_base(str(folder))
+    assert base.tokenizer.vocab_size > base.config.vocab_size
+    said = f"tokenizer has {base.tokenizer.vocab_size} tokens, its embedding 61 rows"
+    assert said in caplog.text
+    caplog.clear()
+    load_base("tiny-random")
+    assert "embedding" not in caplog.text
 
 
 def test_gguf_has_no_tokenizer_unless_its_metadata_has(tmp_path):
@@ -156,5 +185,10 @@ def test_file_digest_is_kept_until_the_file_changes(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(hashlib, "file_digest", None)  # not hashed again
         assert file_digest(path) == expected
+    before = path.stat()
+    time.sleep(0.02)  # longer than a tick of the file system's clock
+    path.write_bytes(b"two")  # of the same size, and with its modification time put back
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file_digest(path) == hashlib.sha256(b"two").hexdigest()
     path.write_bytes(b"three")
     assert file_digest(path) == hashlib.sha256(b"three").hexdigest()

@@ -136,5 +136,17 @@ def test_settings_are_checked():
         AdapterTrainConfig(rank=0)
     with pytest.raises(ValueError, match=r"AdapterTrainConfig\.steps .* got 0"):
         AdapterTrainConfig(steps=0)
+    with pytest.raises(ValueError, match=r"'q_pro'; did you mean 'q_proj'\?"):
+        AdapterTrainConfig(projections=("v_proj", "q_pro"))
+    for projections in ((), "q_proj"):
+        with pytest.raises(ValueError, match="projections must be a list"):
+            AdapterTrainConfig(projections=projections)
     with pytest.raises(TypeError, match="use_dora"):
         AdapterTrainConfig(use_dora=True)
+
+
+def test_windows_of_another_tokenizer_are_refused(tiny):
+    windows = tiny.train[0].rows(np.arange(4))  # a copy, where a slice would be a view
+    windows.tokens[2, 3] = vocab_size = tiny.base.config.vocab_size
+    with pytest.raises(ValueError, match=rf"'sql': row 2, position 3 has token id {vocab_size} "):
+        train_adapter(tiny.base, windows, SETTINGS, name="sql")

@@ -128,6 +128,7 @@ TRAIN = """
     def slow(step):
         time.sleep(0.05)
         return BatchOrder(windows(), 4)(step)
+    slow.windows = windows()
     print("started", flush=True)
     fit(toy_loss, params, slow, TrainConfig(**CONFIG), frozen=frozen, run_dir=sys.argv[1])
 """
@@ -188,3 +189,9 @@ def test_another_run_is_not_resumed(tmp_path):
         train(identity={"base": "xyz"})
     with pytest.raises(ValueError, match="data was"):
         train(BatchOrder(windows(11), 2), identity={"base": "abc"})
+    other = windows()
+    first = BatchOrder(other, 2)(0).tokens
+    other.tokens[np.argmax((other.tokens != first[:, None]).any(axis=2).all(axis=0)), 0] += 1
+    np.testing.assert_array_equal(BatchOrder(other, 2)(0).tokens, first)
+    with pytest.raises(ValueError, match="data was"):
+        train(BatchOrder(other, 2), identity={"base": "abc"})

@@ -72,7 +72,7 @@ def test_joined_rows_change_domain_once_with_labels_by_token(split):
 
 def test_joined_rows_hold_no_padding_and_need_windows_without_it():
     padded = data.pack([list(range(1, 8))], seq_len=8, separator=None).labelled(0)
-    with pytest.raises(ValueError, match="domain 0 has no window without padding"):
+    with pytest.raises(ValueError, match=r"domain 0 has no window without padding.*joined_share=0"):
         data.joined_windows([padded, numbered(1000, 2).labelled(1)], 2, seed=0)
     with pytest.raises(ValueError, match="two domains"):
         data.joined_windows([numbered(0, 2)], 2, seed=0)
@@ -95,3 +95,13 @@ def test_documents_are_held_out_whole_and_at_least_one_on_each_side():
     assert len(train) == len(held_out) == 1
     with pytest.raises(ValueError, match="two or more"):
         data.split_documents(["a"], held_out_share=0.5)
+
+
+@pytest.mark.parametrize("wrong", [24, -1])
+def test_token_ids_past_the_embedding_are_refused_with_their_place(wrong):
+    windows = numbered(0, windows=3)
+    data.check_tokens(windows, 24)
+    windows.tokens[1, 5] = wrong
+    said = rf"low: row 1, position 5 has token id {wrong} .*vocabulary of 24 .*another tokenizer"
+    with pytest.raises(ValueError, match=said):
+        data.check_tokens(windows, 24, name="low")

@@ -96,6 +96,12 @@ def test_cut_rows_are_counted_and_rows_without_a_target_dropped(tmp_path, tokeni
             '{"messages": [{"role": "user"}]}',
             r"messages\[0\] is .* without a text role and content",
         ),
+        ('{"text": "half \\ud83d"}', "surrogates not allowed"),
+        ("[" * 100_000, "recursion"),
+        (
+            '{"messages": [{"role": "assistnat", "content": "a"}]}',
+            r"messages\[0\] has the role 'assistnat', .*none of system, .*assistant",
+        ),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', r"messages\[0\]"),
     ],
 )
@@ -113,3 +119,11 @@ def test_other_encodings_and_texts_without_responses_are_named(tmp_path, tokeniz
     path = write(tmp_path / "a.jsonl", {"text": "fine"})
     with pytest.raises(ValueError, match=r"a\.jsonl:1: 'text' has no responses"):
         read_windows(path, tokenizer, seq_len=8, responses_only=True)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_an_empty_file_is_called_empty(tmp_path, tokenizer, content):
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"a\.jsonl is empty.*expected one JSON object"):
+        read_windows(path, tokenizer, seq_len=8)

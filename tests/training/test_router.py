@@ -24,6 +24,7 @@ from molora_jax.training import (
     uniform_arm,
 )
 from molora_jax.training.router import RouterLoss, RouterMonitor, labelled_windows, routing_sums
+from molora_jax.training.router_start import _drawn_rows
 from tests.helpers import assert_close
 
 QUICK = RouterTrainConfig(steps=6, batch_size=8, start_rows=60, top_k=1, width=8)
@@ -32,7 +33,9 @@ QUICK = RouterTrainConfig(steps=6, batch_size=8, start_rows=60, top_k=1, width=8
 def nll(tiny, arm) -> float:
     own = [each.labelled(slot) for slot, each in enumerate(tiny.held_out)]
     joined = joined_windows(own, 12, seed=3)
-    return evaluate(tiny.base.decoder, joined, adapters=tiny.bank.stacks, router=arm).nll
+    stacks, slots = tiny.bank.stacks, np.arange(2)  # the third slot is empty
+    decoder = tiny.base.decoder
+    return evaluate(decoder, joined, adapters=stacks, router=arm, column_to_slot=slots).nll
 
 
 @pytest.mark.parametrize(
@@ -216,6 +219,52 @@ def test_what_needs_no_router_or_does_not_fit_is_refused_before_anything_runs(ti
         train_router(tiny.base, tiny.bank, tiny.train[:1], QUICK)
     with pytest.raises(ValueError, match="top_k 3"):
         train_router(tiny.base, tiny.bank, tiny.train, dataclasses.replace(QUICK, top_k=3))
-    for field, value in {"top_k": 0, "start": "arrow", "joined_share": 1.0, "ridge": -1.0}.items():
+    for layer in (3, -1):
+        config = dataclasses.replace(QUICK, after_layer=layer)
+        with pytest.raises(ValueError, match=rf"after_layer {layer} leaves .* 4 layers.*0\.\.2"):
+            train_router(tiny.base, tiny.bank, tiny.train, config)
+    wrong = tiny.train[1].rows(np.arange(3))
+    wrong.tokens[0, 1] = tiny.base.config.vocab_size
+    with pytest.raises(ValueError, match="data of adapter 'high': row 0, position 1 has token id"):
+        train_router(tiny.base, tiny.bank, [tiny.train[0], wrong], QUICK)
+    for field, value in {
+        "top_k": 0,
+        "start": "arrow",
+        "joined_share": 1.0,
+        "ridge": -1.0,
+        "gate": "softmx",
+        "width": 3,
+        "collapse_share": 0.0,
+    }.items():
         with pytest.raises(ValueError, match=field):
             dataclasses.replace(QUICK, **{field: value})
+
+
+@pytest.mark.parametrize("joined_share", [0.0, 0.5])
+def test_the_start_reads_equal_data_evenly_and_sees_an_adapter_with_little(tiny, joined_share):
+    config = dataclasses.replace(QUICK, start_rows=24, joined_share=joined_share)
+
+    def drawn(data):
+        windows = labelled_windows(data, joined_share=joined_share, split="half", seed=0)
+        rows, seen = _drawn_rows(windows, config, 2)
+        assert len(rows) == len(set(rows.tolist())) == 24
+        assert seen == 20
+        return windows, rows, windows.labels[rows[:seen]]
+
+    windows, rows, _ = drawn(tiny.train)
+    even = np.random.default_rng(config.seed).permutation(windows.num_rows)[:24]
+    np.testing.assert_array_equal(rows, even)
+    for little in (1, 5):
+        _, _, labels = drawn([tiny.train[0], tiny.train[1].rows(slice(0, little))])
+        assert (labels == 1).any(axis=1).sum() >= little
+        assert (labels == 0).any(axis=1).sum() >= 5
+
+
+def test_a_router_is_trained_where_one_adapter_has_a_single_row(tiny):
+    data = [tiny.train[0], tiny.train[1].rows(slice(0, 1))]
+    config = dataclasses.replace(QUICK, joined_share=0.0, steps=0, start_rows=12)
+    router, _ = train_router(tiny.base, tiny.bank, data, config)
+    assert nll(tiny, router) < nll(tiny, uniform_arm(2))
+    few = [each.rows(slice(0, 1)) for each in tiny.train]
+    with pytest.raises(ValueError, match="2 rows for 2 adapters leave none"):
+        train_router(tiny.base, tiny.bank, few, config)

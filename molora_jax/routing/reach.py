@@ -1,0 +1,66 @@
+"""Before a compiled pass: can every adapter that a router may name really be reached?
+
+Inside jit an id without an adapter can only mean the base. What is known on the host is therefore
+refused there, so that the base is never served in place of an adapter that was asked for.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Int
+
+from molora_jax.adapters.stack import AdapterStack
+
+# Where the routers that decide from the input keep the columns they name.
+_COLUMNS = ("adapter_ids", "row_adapters", "table")
+
+
+def check_reach(
+    router: Any,
+    adapters: Mapping[str, AdapterStack],
+    column_to_slot: Int[ArrayLike, " C"] | None = None,
+    *,
+    vocab_size: int | None = None,
+) -> None:
+    """ValueError where `router` names a column without an adapter behind it.
+
+    A column is without one if it lies past the last, if `column_to_slot` has −1 for it, or if its
+    slot is empty. A learned router never chooses a column that is not resident, so of it only the
+    number of columns is checked; a vocabulary router must know all `vocab_size` token ids.
+    """
+    kind = type(router).__name__
+    ranks = [np.asarray(stack.ranks) for stack in adapters.values()]
+    num_slots = ranks[0].shape[1]
+    slots = np.arange(num_slots) if column_to_slot is None else np.asarray(column_to_slot)
+    if router.decision != "input":
+        if router.num_columns != len(slots) and column_to_slot is None:
+            raise ValueError(
+                f"{kind} has {router.num_columns} columns and the bank {num_slots} slots: pass "
+                "column_to_slot (Composition.column_to_slot, or bank.column_to_slot(digests))"
+            )
+        return
+    table = getattr(router, "table", None)
+    if table is not None and vocab_size is not None and table[...].shape[0] < vocab_size:
+        raise ValueError(
+            f"{kind} has a table of {table[...].shape[0]} token ids and the model {vocab_size}: "
+            "tokens past its end would get the base; give every id a column, -1 for none"
+        )
+    named = next(getattr(router, name) for name in _COLUMNS if hasattr(router, name))
+    columns = np.unique(np.asarray(named[...]))
+    columns = columns[columns >= 0]
+    if (past := columns[columns >= len(slots)]).size:
+        raise ValueError(
+            f"{kind} names column {past[0]}, but there are {len(slots)} (0 to {len(slots) - 1}): "
+            "its tokens would get the base; -1 is how to ask for that"
+        )
+    empty = np.max([each.max(axis=0) for each in ranks], axis=0) == 0
+    for column in columns:
+        slot = slots[column]
+        if slot < 0 or slot >= num_slots or empty[slot]:
+            where = f"slot {slot}, which is empty" if 0 <= slot < num_slots else "no slot"
+            raise ValueError(
+                f"{kind} names column {column}, whose adapter is in {where}: its tokens would get "
+                "the base. Load the adapter first, or use -1 to ask for the base"
+            )

@@ -1,0 +1,84 @@
+"""Field report kind "base served in place of the adapter": refused where the host can know."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from molora_jax.generation import generate
+from molora_jax.models.decoder import Decoder
+from molora_jax.routing import FixedRouter, LearnedRouter, SequenceRouter, VocabularyRouter
+from molora_jax.routing.reach import check_reach
+from molora_jax.training import evaluate, single_arm
+from molora_jax.training.data import make_batch
+from tests.models.test_decoder import random_arrays, random_stacks, tiny_config
+
+CONFIG = tiny_config(num_layers=1)
+
+
+@pytest.fixture
+def stacks():
+    """Three slots of which the last is empty."""
+    filled = random_stacks(CONFIG)
+    for stack in filled.values():
+        object.__setattr__(stack, "ranks", stack.ranks.at[:, 2].set(0))
+    return filled
+
+
+@pytest.mark.parametrize(
+    ("router", "column_to_slot", "message"),
+    [
+        (SequenceRouter(np.array([0, 3])), None, "column 3, but there are 3"),
+        (SequenceRouter(np.array([2, -1])), None, "slot 2, which is empty"),
+        (SequenceRouter(np.array([1])), np.array([0, -1]), "adapter is in no slot"),
+        (FixedRouter(np.full((1, 2, 1), 2)), np.array([1, 0, 2]), "slot 2, which is empty"),
+        (VocabularyRouter(np.array([0, 1, -1])), None, "3 token ids and the model 53"),
+        (LearnedRouter(24, 2, top_k=1, num_layers=1, rngs=nnx.Rngs(0)), None, "2 columns"),
+    ],
+)
+def test_a_column_without_an_adapter_is_refused(stacks, router, column_to_slot, message):
+    with pytest.raises(ValueError, match=message):
+        check_reach(router, stacks, column_to_slot, vocab_size=CONFIG.vocab_size)
+
+
+def test_what_can_be_reached_passes(stacks):
+    table = np.resize([0, 1, -1], CONFIG.vocab_size)
+    for router in (
+        SequenceRouter(np.array([-1, 1])),
+        VocabularyRouter(table),
+        LearnedRouter(24, 3, top_k=1, num_layers=1, rngs=nnx.Rngs(0)),
+    ):
+        check_reach(router, stacks, vocab_size=CONFIG.vocab_size)
+    check_reach(
+        LearnedRouter(24, 2, top_k=1, num_layers=1, rngs=nnx.Rngs(0)), stacks, np.array([0, -1])
+    )
+
+
+def test_generate_and_evaluate_refuse_before_they_run(stacks):
+    decoder = Decoder(CONFIG, random_arrays(CONFIG))
+    with pytest.raises(ValueError, match="column 7"):
+        generate(
+            decoder,
+            [[1, 2]],
+            max_new_tokens=1,
+            adapters=stacks,
+            router=SequenceRouter(np.array([7])),
+        )
+    windows = make_batch(np.ones((1, 4), int), np.ones((1, 4), bool), np.ones((1, 4), bool))
+    with pytest.raises(ValueError, match="column 9"):
+        evaluate(decoder, windows, adapters=stacks, router=single_arm(9))
+    with pytest.raises(ValueError, match="max_new_tokens 0"):
+        generate(decoder, [[1, 2]], max_new_tokens=0)
+
+
+def test_a_composition_s_map_works_outside_jit():
+    stacks = random_stacks(CONFIG)
+    decoder = Decoder(CONFIG, random_arrays(CONFIG))
+    router = LearnedRouter(24, 3, top_k=2, num_layers=1, rngs=nnx.Rngs(0))
+    tokens = jnp.asarray([[1, 2, 3]])
+    there, swapped = (
+        decoder(tokens, adapters=stacks, router=router, column_to_slot=np.array(slots))
+        for slots in ([0, 1, 2], [1, 0, 2])
+    )
+    moved = np.array([1, 0, 2])[np.asarray(there.routing.adapter_ids)]
+    np.testing.assert_array_equal(swapped.routing.adapter_ids, moved)
