@@ -8,7 +8,7 @@ evaluation.
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -183,7 +183,7 @@ class RouterMonitor:
         self.recent: collections.deque[np.ndarray] = collections.deque(maxlen=steps)
         self.warned = False
 
-    def __call__(self, sums: dict[str, np.ndarray]) -> dict[str, Any]:
+    def __call__(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         self.recent.append(sums["usage"])
         recent = np.sum(list(self.recent), axis=0)
         recent = recent / np.maximum(recent.sum(axis=1, keepdims=True), 1)

@@ -385,11 +385,11 @@ def test_a_killed_program_resumes(workdir, sent, left, code):
             if line == "step 2\n":
                 program.send_signal(sent)
                 break
-        assert program.wait(timeout=30) == code
+        assert program.wait(timeout=180) == code
     (path,) = [each.parent for each in workdir.glob("toy/*/result.json")]
     assert result_of(path)["status"] == left
     with start() as program:
-        _, errors = program.communicate(timeout=60)
+        _, errors = program.communicate(timeout=180)
     assert program.returncode == 0, errors
     assert "an earlier try was" in errors
     assert result_of(path)["status"] == "complete"

@@ -172,7 +172,7 @@ def loss_inputs(tiny, bank: AdapterBank):
 
 def test_untrained_adapters_give_the_router_no_gradient_and_are_refused(tiny):
     """Field report T4."""
-    windows = labelled_windows(tiny.train, joined_share=0, split="half", seed=0)
+    windows = labelled_windows(tiny.train, joined_share=0.0, split="half", seed=0)
     norms = {}
     for zero_b in (True, False):
         loss, params, frozen = loss_inputs(tiny, bank_of(tiny, zero_b=zero_b))
@@ -187,7 +187,7 @@ def test_untrained_adapters_give_the_router_no_gradient_and_are_refused(tiny):
 def test_padding_reaches_no_loss_and_no_statistic(tiny):
     """Field reports R2 and R9."""
     short = labelled_windows(
-        [each.rows(slice(0, 2)) for each in tiny.held_out], joined_share=0, split="half", seed=0
+        [each.rows(slice(0, 2)) for each in tiny.held_out], joined_share=0.0, split="half", seed=0
     )
     tail = jax.tree.map(lambda leaf: np.zeros((4, 5), leaf.dtype), short)
     long = jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), short, tail.labelled(-1))
