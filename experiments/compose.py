@@ -57,7 +57,9 @@ class Config:
     mixture: bool = False
     prompt: str = (
         "Question: Nina buys 3 boxes of pens. Each box holds 12 pens and costs $4. How much does "
-        "one pen cost, and what is the Python function for it?\nAnswer:"
+        "one pen cost? Work it out, then write it as a Python function.\nAnswer: Each box holds 12 "
+        "pens and costs $4, so one pen costs $4 ÷ 12.\n\n"
+        "def price_of_one_pen(price_of_box, pens_in_box):\n    "
     )
     max_new_tokens: int = 64
     seed: int = 0
