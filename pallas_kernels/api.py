@@ -33,6 +33,7 @@ def lora_delta(
     base unchanged; an id that stands twice counts twice. A token never sees the numbers of an
     adapter it is not routed to, overflow and NaN included. The exception is a `lora_b` that is
     itself not finite: `grouped` and `reference` keep it to its own tokens, `all_slots` cannot.
+    Nor can `all_slots` in the gradient of a lora_a or an x that is not finite.
 
     Differentiable in reverse mode in x, lora_a, lora_b, base and the gates; an adapter that no
     token uses has gradients of exactly zero. Works under `jit`, `vmap`, `scan` and `shard_map`.
