@@ -1,25 +1,31 @@
 """The routed low-rank update: its contract, and the way from a call to the path that runs it."""
 
-import jax
-from jaxtyping import Array, Float, Int
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
 
-from pallas_kernels.all_slots import all_slots
-from pallas_kernels.checks import check_operands, check_plan, check_routing
-from pallas_kernels.grouped_gemm import grouped
-from pallas_kernels.reference import reference
-from pallas_kernels.strategy import block_rows, resolve
-from pallas_kernels.token_sort import token_sort
-from pallas_kernels.types import DispatchPlan, Routing
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import strategy as strategies
+from pallas_kernels.arrays import Array, Float, Int
+from pallas_kernels.checks import check_operands, check_plan, check_routing, check_tiles
+from pallas_kernels.numerics import vary_together
+from pallas_kernels.paths import Path, backward, forward, sort
+from pallas_kernels.shapes import ProblemSize
+from pallas_kernels.types import DispatchPlan, Indices, Operands, Routing, Tiles
 
 
 def lora_delta(
     x: Float[Array, "*batch D"],
-    lora_a: Float[Array, "K R D"],
-    lora_b: Float[Array, "K R F"],
+    lora_a: Float[Array, "*L K R D"],
+    lora_b: Float[Array, "*L K R F"],
     routing: Routing,
     *,
     base: Float[Array, "*batch F"] | None = None,
-    ranks: Int[Array, " K"] | None = None,
+    ranks: Int[Array, "*L K"] | None = None,
+    layer: int | Int[Array, ""] | None = None,
     strategy: str = "auto",
     backend: str = "auto",
     plan: DispatchPlan | None = None,
@@ -29,11 +35,12 @@ def lora_delta(
         y[n] = base[n] + Σ_j gates[n, j] · B[id[n, j]]ᵀ · (A[id[n, j]] · x[n])
 
     from MoLoRA, arXiv 2603.15965. Sums are taken in float32 with exact float32 products and
-    rounded once, to the dtype of `base` (of `x` without one). A token with id −1 alone gets its
-    base unchanged; an id that stands twice counts twice. A token never sees the numbers of an
-    adapter it is not routed to, overflow and NaN included. The exception is a `lora_b` that is
-    itself not finite: `grouped` and `reference` keep it to its own tokens, `all_slots` cannot.
-    Nor can `all_slots` in the gradient of a lora_a or an x that is not finite.
+    rounded once, to the dtype of `base` (of `x` without one); the kernels multiply a half lora_b
+    with an h of 16 bits of mantissa or more. A token with id −1 alone gets its base unchanged; an
+    id that stands twice counts twice. A token never sees the numbers of an adapter it is not
+    routed to, overflow and NaN included. The exception is a `lora_b` that is itself not finite:
+    `grouped`, `bgmv` and `reference` keep it to its own tokens, `all_slots` cannot. Nor can
+    `all_slots` in the gradient of a lora_a or an x that is not finite.
 
     Differentiable in reverse mode in x, lora_a, lora_b, base and the gates; an adapter that no
     token uses has gradients of exactly zero. Works under `jit`, `vmap`, `scan` and `shard_map`.
@@ -42,66 +49,205 @@ def lora_delta(
       x: (..., D), N tokens in all.
       lora_a: (K, R, D), as PEFT stores A: contraction last.
       lora_b: (K, R, F), the transpose of PEFT's B, with the adapter's scale in it.
-      routing: ids and gates (N, k). Inside `jit` an id outside [0, K) acts as −1.
+      routing: ids and gates (N, k), k ≤ K. Inside `jit` an id outside [0, K) acts as −1.
       base: (..., F), the frozen projection's output; zero where None.
       ranks: (K,), the rows of each slot that count. Those past it must be finite, add nothing and
         have zero gradients. All R count where None.
-      strategy: the algorithm: all_slots, grouped, reference; auto chooses by the sizes.
-      backend: who runs it: xla; auto.
+      layer: given with whole stacks, lora_a (L, K, R, D), lora_b (L, K, R, F) and ranks (L, K):
+        the layer to use. The kernels then read it where it lies; a slice inside `jit` is a copy.
+      strategy: the algorithm: all_slots, grouped, bgmv, reference; auto takes the one that the
+        cost model expects to be fastest (`pallas_kernels.explain` prints why).
+      backend: who runs it: xla; triton, on an NVIDIA GPU; interpret, the same kernels on CPU for
+        tests; auto takes triton where there is a kernel and a GPU, and xla elsewhere.
       plan: what `make_plan` made for this routing; made here where None.
 
     Raises:
       ValueError: shapes or dtypes that do not fit; outside `jit` also an id or a rank out of range,
         with its position; a plan for another strategy or other sizes.
-      NotImplementedError: a strategy or backend that is not there yet.
+      NotImplementedError: a backend that cannot run here, and why.
     """
-    check_operands(x, lora_a, lora_b, routing, base=base, ranks=ranks)
+    (y,) = lora_deltas(
+        x, (lora_a,), (lora_b,), routing,
+        bases=None if base is None else (base,), ranks=(ranks,), layer=layer,
+        strategy=strategy, backend=backend, plan=plan,
+    )  # fmt: skip
+    return y
+
+
+def lora_deltas(
+    x: Float[Array, "*batch D"],
+    lora_a: Sequence[Array],
+    lora_b: Sequence[Array],
+    routing: Routing,
+    *,
+    bases: Sequence[Array] | None = None,
+    ranks: Sequence[Array | None] | None = None,
+    layer: int | Int[Array, ""] | None = None,
+    strategy: str = "auto",
+    backend: str = "auto",
+    plan: DispatchPlan | None = None,
+) -> tuple[Array, ...]:
+    """`lora_delta` for several projections that share x, such as q, k and v: x is read once.
+
+    One lora_a, lora_b, base and ranks for each projection, in the same order; they may differ in
+    R and F. Everything else, and what is raised, is as in `lora_delta`.
+    """
+    num_projections = len(lora_a)
+    ranks = (None,) * num_projections if ranks is None else tuple(ranks)
+    for name, each in (("lora_b", lora_b), ("ranks", ranks), ("bases", bases)):
+        if each is not None and len(each) != num_projections:
+            raise ValueError(
+                f"{name} holds {len(each)} projections and lora_a {num_projections}; expected one "
+                "for each"
+            )
+    given = [None] * num_projections if bases is None else bases
+    for a, b, base, own in zip(lora_a, lora_b, given, ranks, strict=True):
+        check_operands(x, a, b, routing, base=base, ranks=own, layer=layer)
     num_tokens, top_k = routing.adapter_ids.shape
-    num_slots, _, d_out = lora_b.shape
-    if plan is not None and strategy == "auto":
-        strategy = "grouped"  # the one strategy that plans
-    strategy = resolve(strategy, backend, num_tokens=num_tokens, top_k=top_k, num_slots=num_slots)
+    num_slots = lora_a[0].shape[-3]
     if plan is not None:
         check_plan(plan, routing, num_slots, strategy=strategy)
+        strategy = plan.strategy if strategy == "auto" else strategy
 
-    operands = (x.reshape(num_tokens, x.shape[-1]), lora_a, lora_b, routing)
-    flat_base = None if base is None else base.reshape(num_tokens, d_out)
+    flat = [
+        jnp.zeros((num_tokens, b.shape[-1]), x.dtype)
+        if base is None
+        else jnp.reshape(base, (num_tokens, b.shape[-1]))
+        for b, base in zip(lora_b, given, strict=True)
+    ]
+    operands = Operands(
+        x=jnp.reshape(x, (num_tokens, x.shape[-1])),
+        lora_a=tuple(map(jnp.asarray, lora_a)),
+        lora_b=tuple(map(jnp.asarray, lora_b)),
+        gates=jnp.asarray(routing.gates),
+        base=tuple(flat),
+    )
+    # The paths of all projections are one: they are chosen by the widest.
+    size = ProblemSize(
+        num_tokens=num_tokens, top_k=top_k, num_slots=num_slots,
+        rank=max(a.shape[-2] for a in lora_a), d_in=x.shape[-1],
+        d_out=max(b.shape[-1] for b in lora_b),
+    )  # fmt: skip
+    wide = any(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(operands))
+    chosen = strategies.paths(strategy, backend, size, wide=wide)
+    tiles = {} if plan is None else plan.tiles
+    indices = {
+        platform: Indices(
+            adapter_ids=jnp.asarray(routing.adapter_ids),
+            ranks=tuple(None if own is None else jnp.asarray(own) for own in ranks),
+            layer=None if layer is None else jnp.asarray(layer, jnp.int32),
+            tiles=_fitting(tiles.get(platform, tiles.get("default")), path, top_k),
+        )
+        for platform, path in chosen.items()
+    }
+    operands, indices = vary_together((operands, indices))
     with jax.named_scope(f"lora_delta_{strategy}"):
-        if strategy == "grouped":
-            plan = make_plan(routing, num_slots, strategy="grouped") if plan is None else plan
-            y = grouped(*operands, base=flat_base, ranks=ranks, plan=plan)
-        elif strategy == "all_slots":
-            y = all_slots(*operands, base=flat_base, ranks=ranks)
-        else:
-            y = reference(*operands, base=flat_base, ranks=ranks)
-    dtype = x.dtype if base is None else base.dtype
-    return y.astype(dtype).reshape(*x.shape[:-1], d_out)
+        ys = _update(_Paths(tuple(chosen.items())), operands, indices)
+    return tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in ys)
 
 
 def make_plan(
-    routing: Routing, num_slots: int, *, strategy: str = "auto", block: int | None = None
+    routing: Routing,
+    num_slots: int,
+    *,
+    strategy: str = "auto",
+    backend: str = "auto",
+    block: int | None = None,
 ) -> DispatchPlan | None:
     """What projections that share a routing decision share of the work; None where it is nothing.
 
-    Pass it to every `lora_delta` of the decision, with the same `strategy`. `grouped` shares its
-    sort. `all_slots` and `reference` need no plan.
+    Pass it to every `lora_delta` of the decision, with the same `strategy` and `backend`. `grouped`
+    shares its sort. The others need no plan; what `auto` then does not use is dead code in `jit`.
 
     Args:
       routing: ids and gates (N, k), of which the plan depends on the ids alone.
       num_slots: K of the stacks that it will be used with.
-      strategy: as in `lora_delta`; auto chooses by N, k and K as it does there.
-      block: rows of a tile, chosen by the sizes where None.
+      strategy: as in `lora_delta`.
+      backend: as in `lora_delta`.
+      block: rows of a tile, at most 128 in a kernel; chosen by the sizes where None.
 
     Raises:
       ValueError, NotImplementedError: as `lora_delta`.
     """
     check_routing(routing, num_slots)
+    strategies.check_names(strategy, backend)
     num_tokens, top_k = routing.adapter_ids.shape
-    strategy = resolve(strategy, "auto", num_tokens=num_tokens, top_k=top_k, num_slots=num_slots)
-    if strategy != "grouped":
-        return None
-    if block is None:
-        block = block_rows(num_tokens * top_k, num_slots)
-    elif block < 1:
+    if block is not None and block < 1:
         raise ValueError(f"block is {block}; expected a number of rows, 1 or more")
-    return token_sort(routing.adapter_ids, num_slots, block=block)
+    if strategy not in ("auto", "grouped") or (strategy == "auto" and num_slots == 1):
+        return None
+    size = ProblemSize(num_tokens=num_tokens, top_k=top_k, num_slots=num_slots, rank=16, d_in=1, d_out=1)
+    chosen = strategies.paths("grouped", backend, size)
+    if block is not None:
+        chosen = {
+            name: dataclasses.replace(path, block=block if path.backend == "xla" else min(block, 128))
+            for name, path in chosen.items()
+        }
+    ids = jnp.asarray(routing.adapter_ids)
+    tiles = {}
+    for platform, path in chosen.items():
+        if platform == "cuda":  # never to be run elsewhere, where the same sort is XLA's
+            elsewhere = dataclasses.replace(path, backend="xla")
+            tiles[platform] = lax.platform_dependent(
+                ids,
+                cuda=functools.partial(sort, path, num_slots=num_slots),
+                default=functools.partial(sort, elsewhere, num_slots=num_slots),
+            )
+        else:
+            tiles[platform] = sort(path, ids, num_slots)
+    return DispatchPlan(
+        tiles=tiles, num_tokens=num_tokens, top_k=top_k, num_slots=num_slots, strategy=strategy
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Paths:
+    by_platform: tuple[tuple[str, Path], ...]
+
+    def run(self, function, *operands):
+        """`function(path, platform, *operands)` for the platform that it is compiled for."""
+        if len({path for _, path in self.by_platform}) == 1:
+            platform, path = self.by_platform[0]
+            return function(path, platform, *operands)
+        branches = {
+            platform: functools.partial(function, path, platform)
+            for platform, path in self.by_platform
+        }
+        return lax.platform_dependent(*operands, **branches)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _update(paths: _Paths, operands: Operands, indices: Mapping[str, Indices]):
+    return paths.run(
+        lambda path, platform, operands, indices: forward(path, operands, indices[platform]),
+        operands,
+        indices,
+    )
+
+
+def _update_forward(paths, operands, indices):
+    return _update(paths, operands, indices), (operands, indices)
+
+
+def _update_backward(paths, saved, dy):
+    operands, indices = saved
+    gradients = paths.run(
+        lambda path, platform, operands, indices, dy: backward(
+            path, operands, indices[platform], dy
+        ),
+        operands,
+        indices,
+        dy,
+    )
+    return gradients, None
+
+
+_update.defvjp(_update_forward, _update_backward)
+
+
+def _fitting(tiles: Tiles | None, path: Path, top_k: int) -> Tiles | None:
+    """The plan's tiles, where the path sorts."""
+    if path.strategy != "grouped":
+        return None
+    check_tiles(tiles, path.backend, top_k)
+    return tiles

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from pallas_kernels.arrays import Array
 
-from pallas_kernels.types import DispatchPlan, Routing
+from pallas_kernels.types import DispatchPlan, Routing, Tiles
 
 
 def check_routing(routing: Routing, num_slots: int) -> None:
@@ -19,6 +19,11 @@ def check_routing(routing: Routing, num_slots: int) -> None:
     if ids.dtype not in (jnp.int32, jnp.int64):
         raise ValueError(
             f"routing.adapter_ids has dtype {ids.dtype}; expected int32 slot indices, −1 for none"
+        )
+    if ids.shape[1] > num_slots:
+        raise ValueError(
+            f"routing.adapter_ids has shape {ids.shape}, {ids.shape[1]} choices a token, and the "
+            f"stack {num_slots} slots; expected k ≤ K"
         )
     if gates.shape != ids.shape or not jnp.issubdtype(gates.dtype, jnp.floating):
         raise ValueError(
@@ -45,6 +50,7 @@ def check_operands(
     *,
     base: Array | None = None,
     ranks: Array | None = None,
+    layer: int | Array | None = None,
 ) -> None:
     """Everything `lora_delta` is given, except its plan."""
     floats = {"x": x, "lora_a": lora_a, "lora_b": lora_b, "base": base}
@@ -53,61 +59,84 @@ def check_operands(
             raise ValueError(f"{name} has dtype {array.dtype}; expected floating point")
     if x.ndim == 0:
         raise ValueError("x is a scalar; expected (..., D)")
-    if lora_a.ndim != 3 or lora_a.shape[2] != x.shape[-1] or 0 in lora_a.shape[:2]:
+    axes = "(K, R, {})" if layer is None else "(L, K, R, {}), as layer is given,"
+    ndim = 3 if layer is None else 4
+    if lora_a.ndim != ndim or lora_a.shape[-1] != x.shape[-1] or 0 in lora_a.shape[:-1]:
         raise ValueError(
-            f"lora_a has shape {lora_a.shape}; expected (K, R, D) with D = {x.shape[-1]}, the "
-            f"width of x {x.shape}, and at least one slot and rank (contraction last: store the "
-            "A of PEFT as it is)"
+            f"lora_a has shape {lora_a.shape}; expected {axes.format('D')} with D = "
+            f"{x.shape[-1]}, the width of x {x.shape}, and at least one slot and rank (contraction "
+            "last: store the A of PEFT as it is)"
         )
-    num_slots, rank, _ = lora_a.shape
-    if lora_b.ndim != 3 or lora_b.shape[:2] != (num_slots, rank):
+    num_slots, rank = lora_a.shape[-3:-1]
+    if lora_b.ndim != ndim or lora_b.shape[:-1] != lora_a.shape[:-1]:
         raise ValueError(
-            f"lora_b has shape {lora_b.shape}; expected (K, R, F) with K = {num_slots} and "
-            f"R = {rank} as in lora_a {lora_a.shape} (the transpose of PEFT's B)"
+            f"lora_b has shape {lora_b.shape}; expected {axes.format('F')} with K = {num_slots} "
+            f"and R = {rank} as in lora_a {lora_a.shape} (the transpose of PEFT's B)"
         )
+    check_layer(layer, lora_a.shape[0])
     num_tokens = int(np.prod(x.shape[:-1]))
     if routing.adapter_ids.ndim == 2 and routing.adapter_ids.shape[0] != num_tokens:
         raise ValueError(
             f"routing.adapter_ids has shape {routing.adapter_ids.shape}, {num_tokens} tokens are "
             f"in x {x.shape}; expected one row of ids for each token"
         )
-    expected = (*x.shape[:-1], lora_b.shape[2])
+    expected = (*x.shape[:-1], lora_b.shape[-1])
     if base is not None and base.shape != expected:
         raise ValueError(f"base has shape {base.shape}; expected {expected}, the output's")
     check_routing(routing, num_slots)
     if ranks is not None:
-        check_ranks(ranks, num_slots, rank)
+        check_ranks(ranks, lora_a.shape[:-2], rank)
 
 
-def check_ranks(ranks: Array, num_slots: int, rank: int) -> None:
-    """One rank per slot, none above the stack's."""
-    if ranks.shape != (num_slots,) or not jnp.issubdtype(ranks.dtype, jnp.integer):
+def check_layer(layer: int | Array | None, num_layers: int) -> None:
+    """One of the stack's layers; a number that is known and outside would be clipped to one."""
+    if layer is None or isinstance(layer, jax.core.Tracer):
+        return
+    if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
+        raise ValueError(f"layer is {layer!r}; expected a whole number")
+    if not 0 <= int(layer) < num_layers:
+        raise ValueError(f"layer is {int(layer)}; expected one of the stack's, 0 to {num_layers - 1}")
+
+
+def check_ranks(ranks: Array, slots: tuple[int, ...], rank: int) -> None:
+    """One rank per slot (and layer), none above the stack's."""
+    if ranks.shape != tuple(slots) or not jnp.issubdtype(ranks.dtype, jnp.integer):
         raise ValueError(
-            f"ranks is {ranks.dtype}{list(ranks.shape)}; expected int32[{num_slots}], one rank "
+            f"ranks is {ranks.dtype}{list(ranks.shape)}; expected int32{list(slots)}, one rank "
             "for each slot"
         )
     if isinstance(ranks, jax.core.Tracer):
         return
     values = np.asarray(ranks)
-    wrong = np.flatnonzero((values < 0) | (values > rank))
+    wrong = np.argwhere((values < 0) | (values > rank))
     if len(wrong):
+        where = tuple(map(int, wrong[0]))
         raise ValueError(
-            f"ranks[{wrong[0]}] is {values[wrong[0]]}; expected 0 to {rank}, the rank of the stack"
+            f"ranks{list(where)} is {values[where]}; expected 0 to {rank}, the rank of the stack"
         )
 
 
 def check_plan(plan: DispatchPlan, routing: Routing, num_slots: int, *, strategy: str) -> None:
     """A plan fits one strategy and one set of shapes."""
-    if strategy != "grouped":
+    if strategy not in ("auto", "grouped"):
         raise ValueError(
             f"plan is a DispatchPlan, made for strategy 'grouped', and strategy is {strategy!r}, "
             "which needs none; pass plan=None, or strategy='grouped'"
         )
-    made_for = (*plan.position.shape, plan.num_slots)
+    made_for = (plan.num_tokens, plan.top_k, plan.num_slots)
     given = (*routing.adapter_ids.shape, num_slots)
     if made_for != given:
         sizes = "{} tokens with {} choices over {} slots"
         raise ValueError(
             f"plan was made for {sizes.format(*made_for)}; this call has {sizes.format(*given)}. "
             "Make it from this routing: make_plan(routing, num_slots)"
+        )
+
+
+def check_tiles(tiles: Tiles | None, backend: str, top_k: int) -> None:
+    """The kernels write each row of y once a pass, so a pass may hold a token once."""
+    if tiles is not None and backend != "xla" and tiles.layout == "entries" and top_k > 1:
+        raise ValueError(
+            f"plan was made for backend 'xla', where a token has a row for each of its {top_k} "
+            f"choices; backend is {backend!r}. Make it with make_plan(..., backend={backend!r})"
         )

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.arrays import Array, Bool, Float, Int
 
 
 def accumulator_dtype(*arrays: Array) -> jnp.dtype:
@@ -46,23 +47,34 @@ def rows_in_rank(ranks: Int[Array, " K"] | None, rank: int, num_slots: int) -> B
     return jnp.arange(rank, dtype=jnp.int32)[None, :] < ranks.astype(jnp.int32)[:, None]
 
 
-def vary_together(arrays: Sequence[Array | None]) -> list[Array | None]:
-    """Inside `shard_map`, lets every array vary over the axes that any of them varies over.
+def layer_of(stacked, layer: Int[Array, ""] | None):
+    """One layer of a pytree of stacks, or all of it where it holds one layer."""
+    return stacked if layer is None else jax.tree.map(lambda leaf: leaf[layer], stacked)
+
+
+def vary_together(tree):
+    """Inside `shard_map`, lets every array of a pytree vary over the axes that any of them does.
 
     The rule of a `custom_vjp` must return cotangents typed like its arguments. After this they
     all vary, and the sum over devices that a replicated argument needs is the transpose of the
     mark. Outside `shard_map` nothing varies and this does nothing.
     """
-    varying = [frozenset() if a is None else jax.typeof(a).mat.varying for a in arrays]
-    union = frozenset().union(*varying)
-    return [
-        a if a is None or axes == union else lax.pcast(a, tuple(union - axes), to="varying")
-        for a, axes in zip(arrays, varying, strict=True)
-    ]
+    union = frozenset().union(*map(varying_axes, jax.tree.leaves(tree)))
+
+    def mark(a):
+        missing = union - varying_axes(a)
+        return lax.pcast(a, tuple(missing), to="varying") if missing else a
+
+    return jax.tree.map(mark, tree)
+
+
+def varying_axes(a: Array) -> frozenset:
+    """The mesh axes of a `shard_map` over which an array differs from device to device."""
+    return frozenset(jax.typeof(a).mat.varying)
 
 
 def zeros_varying_like(
-    like: Array, shape: tuple[int, ...], dtype: jnp.dtype
+    like: Array, shape: Sequence[int], dtype: jnp.dtype
 ) -> Float[Array, "..."]:
     """Zeros fit to start a loop whose result varies over devices as `like` does."""
-    return lax.full_like(like, 0, dtype=dtype, shape=shape)
+    return lax.full_like(like, 0, dtype=dtype, shape=tuple(shape))

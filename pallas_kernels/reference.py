@@ -5,35 +5,35 @@ y[n] = base[n] + Σ_j gates[n, j] · B[id[n, j]]ᵀ · (A[id[n, j]] · x[n])   (
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
 
+from pallas_kernels.arrays import Array, Float, Int
 from pallas_kernels.numerics import accumulator_dtype, known_ids, rows_in_rank
-from pallas_kernels.types import Routing
 
 
 def reference(
     x: Float[Array, "N D"],
     lora_a: Float[Array, "K R D"],
     lora_b: Float[Array, "K R F"],
-    routing: Routing,
+    gates: Float[Array, "N k"],
+    base: Float[Array, "N F"],
     *,
-    base: Float[Array, "N F"] | None,
+    adapter_ids: Int[Array, "N k"],
     ranks: Int[Array, " K"] | None,
 ) -> Float[Array, "N F"]:
     """Every token gathers the weights it is routed to: N·k·R·(D + F) numbers of memory."""
     num_slots, rank, _ = lora_a.shape
-    dtype = accumulator_dtype(x, lora_a, lora_b)
-    ids = known_ids(routing.adapter_ids, num_slots)
+    dtype = accumulator_dtype(x, lora_a, lora_b, base)
+    ids = known_ids(adapter_ids, num_slots)
     slots = jnp.where(ids >= 0, ids, num_slots)  # out of bounds, where a gather fills in zeros
     in_rank = rows_in_rank(ranks, rank, num_slots)
 
     a = lora_a.at[slots].get(mode="fill", fill_value=0).astype(dtype)
     b = lora_b.at[slots].get(mode="fill", fill_value=0).astype(dtype)
     used = in_rank.at[slots].get(mode="fill", fill_value=False)  # (N, k, R)
-    gates = jnp.where(ids >= 0, routing.gates.astype(dtype), 0)
+    gates = jnp.where(ids >= 0, gates.astype(dtype), 0)
 
     exact = lax.Precision.HIGHEST
     h = jnp.einsum("nd,njrd->njr", x.astype(dtype), a, precision=exact)
     h = jnp.where(used, h, 0) * gates[:, :, None]
-    delta = jnp.einsum("njr,njrf->nf", h, b, precision=exact)
-    return delta if base is None else base.astype(dtype) + delta
+    y = base.astype(dtype) + jnp.einsum("njr,njrf->nf", h, b, precision=exact)
+    return y.astype(base.dtype)

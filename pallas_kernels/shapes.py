@@ -35,7 +35,7 @@ SMALL = {
     "rank_one": _size(33, 13, 7, 1, 6, 1),
     "many_slots": _size(19, 11, 5, 3, 40, 2),
     "dense": _size(21, 10, 14, 2, 4, 4),
-    "more_choices_than_slots": _size(23, 7, 9, 3, 2, 5),
+    "every_slot": _size(23, 7, 9, 3, 3, 3),
     "past_a_tile": _size(129, 6, 11, 2, 2, 1),
 }
 

@@ -1,68 +1,101 @@
 """Which algorithm for which shape, and why; and who can run it.
 
-A strategy is the algorithm, a backend is who runs it. What each one costs beside the base product,
-a token of D inputs and F outputs, with k adapters of rank R out of K:
-
-  all_slots   K·R·(D + F) products in two large matrices; weights read once
-  grouped     k·R·(D + F) products in tiles of one adapter; rows gathered and scattered k times,
-              which costs about as much as another ten to twenty columns of rank
-  reference   k·R·(D + F) numbers gathered before the first product; the definition, not a path
+A strategy is the algorithm, a backend is who runs it. `auto` takes the path that the cost model of
+`pallas_kernels.cost` expects to be fastest, by static sizes alone: one compiled program holds one
+path, and nothing is decided inside a step.
 """
 
 import difflib
+import functools
+import importlib
+
+import jax
+
+from pallas_kernels import cost
+from pallas_kernels.paths import Path
+from pallas_kernels.token_sort import num_groups
 
 STRATEGIES = ("all_slots", "grouped", "bgmv", "reference")
 BACKENDS = ("xla", "triton", "interpret")
 
 
-def resolve(strategy: str, backend: str, *, num_tokens: int, top_k: int, num_slots: int) -> str:
-    """The strategy that will run: the one named, or the choice for these sizes.
-
-    Raises:
-      ValueError: a name that is none of ours.
-      NotImplementedError: a strategy or a backend that is not there yet, and what to use instead.
-    """
+def check_names(strategy: str, backend: str) -> None:
+    """Raises ValueError for a name that is none of ours, NotImplementedError for what cannot run."""
     _check_name("strategy", strategy, STRATEGIES)
     _check_name("backend", backend, BACKENDS)
-    if strategy == "bgmv":
+    if backend in ("auto", "xla"):
+        return
+    if strategy in ("all_slots", "reference"):
         raise NotImplementedError(
-            "strategy 'bgmv' is not there yet; there are 'all_slots', 'grouped' and 'reference'. "
-            "Use 'grouped': it takes the same routings, and tiles of one row when tokens are few"
+            f"strategy {strategy!r} has no kernel of its own: XLA runs it on CPU and GPU. "
+            "Use backend='xla' or 'auto', or strategy='grouped' or 'bgmv'"
         )
-    if backend in ("triton", "interpret"):
+    if reason := kernels_missing():
+        raise NotImplementedError(f"backend {backend!r}: {reason}. Use backend='xla' or 'auto'")
+    if backend == "triton" and not cuda_at_hand():
         raise NotImplementedError(
-            f"backend {backend!r} has no kernels yet; there is 'xla', which runs every strategy "
-            "on CPU and GPU. Use backend='xla' or 'auto'"
+            "backend 'triton' needs an NVIDIA GPU, and JAX sees none here. Use backend='auto' or "
+            "'xla', or 'interpret' to run the kernels on CPU for a test"
         )
+
+
+def paths(
+    strategy: str, backend: str, size: cost.Size, *, wide: bool = False
+) -> dict[str, Path]:
+    """The path for each platform: {"cuda": ..., "default": ...}, or "default" alone.
+
+    Args:
+      size: N, k and K; also R, D and F where they are known.
+      wide: an operand is float64, which the kernels do not take.
+    """
+    check_names(strategy, backend)
+    if backend == "auto":
+        found = {"default": _path(strategy, "xla", size, cost.CPU)}
+        if cuda_at_hand() and not kernels_missing() and not wide:
+            name = "xla" if strategy in ("all_slots", "reference") else "triton"
+            found["cuda"] = _path(strategy, name, size, cost.H200)
+        return found
+    if wide and backend != "xla":
+        raise NotImplementedError(f"backend {backend!r} has no float64; use 'xla' or 'auto'")
+    device = cost.CPU if backend == "xla" else cost.H200
+    return {"default": _path(strategy, backend, size, device)}
+
+
+def _path(strategy: str, backend: str, size: cost.Size, device: cost.Device) -> Path:
     if strategy == "auto":
-        return choose(num_tokens=num_tokens, top_k=top_k, num_slots=num_slots)
-    return strategy
+        return cost.choose(size, device, backend)
+    return cost.path(strategy, backend, size)
 
 
-def choose(*, num_tokens: int, top_k: int, num_slots: int) -> str:
-    """The faster strategy on XLA, by static sizes alone, so that one program holds one path.
-
-    Sorting saves the products of the slots that a token does not use and pays for moving rows.
-    Measured on two CPU cores at ranks 8 to 64, the two meet near K = 2k; below it the large
-    products also have the cheaper gradient. A step of few tokens and slots is bound by the number
-    of operations and not by their size, and all slots need the fewest.
-
-    The rank is left out, so that a plan can be made before a stack is at hand: at rank 64 sorting
-    wins from K = 2k on, and the rule gives away about 15 %.
-    """
-    if num_slots <= 2 * top_k or (num_slots <= 8 and num_tokens <= 64):
-        return "all_slots"
-    return "grouped"
+def explain(size: cost.Size, device: cost.Device = cost.H200) -> str:
+    """The estimate of every path for one projection, best first, as a table."""
+    return cost.explain(size, device)
 
 
-def block_rows(num_entries: int, num_slots: int) -> int:
-    """Rows in a tile: the power of two at or below an adapter's fair share of entries, up to 128.
+@functools.cache
+def kernels_missing() -> str:
+    """Why the kernels cannot be used with this JAX; empty where they can."""
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError as error:
+        return f"JAX {jax.__version__} has no Pallas Triton ({error})"
+    return ""
 
-    Padding costs half a tile per adapter; a tile under 32 rows costs its own overhead. Past 128
-    rows nothing is gained on CPU and the tile leaves the cache.
-    """
-    share = max(1, num_entries // num_slots)
-    return min(128, 1 << (share.bit_length() - 1))
+
+def cuda_at_hand() -> bool:
+    """Whether a program traced now may run on an NVIDIA GPU, one that is only compiled for too."""
+    compiled_for = jax.sharding.get_abstract_mesh().abstract_device
+    if compiled_for is not None:
+        return compiled_for.platform == "cuda"
+    return _cuda_in_process()
+
+
+@functools.cache
+def _cuda_in_process() -> bool:
+    try:
+        return bool(jax.devices("cuda"))
+    except RuntimeError:
+        return False
 
 
 def _check_name(argument: str, value: str, known: tuple[str, ...]) -> None:

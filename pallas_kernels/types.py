@@ -1,10 +1,13 @@
-"""The two values that travel with every routed projection: who goes where, and in what order."""
+"""The values that travel with every routed projection: who goes where, and in what order."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+
+from pallas_kernels.arrays import Array, Float, Int
 
 
 @jax.tree_util.register_dataclass
@@ -23,20 +26,58 @@ class Routing:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class DispatchPlan:
-    """The entries (token, choice) of a Routing sorted by adapter, cut into tiles of one adapter.
+class Tiles:
+    """The entries (token, choice) of a Routing, sorted, and cut into tiles of one set of adapters.
 
-    Each of the T tiles has `block` rows, live tiles first; only the last tile of an adapter has
-    padding, and padding exists in these indices alone, never in the activations. A plan depends
-    on the ids and not on the gates, and serves every projection that shares the decision.
+    Entry n·k + j is choice j of token n; M = N·k is no entry. A row stands for one token and c of
+    its entries, and a tile is a run of at most `block` rows that use the same c adapters. Three
+    layouts share this form:
+
+      entries  one pass over M rows with c = 1: a token has a row for each of its choices
+      passes   k passes over N rows with c = 1: in a pass a token has one row
+      sets     one pass over N rows with c = k: a row is a token with all of its choices
+
+    Nothing is padded: `rows` says how many rows of a tile are its own. Live tiles come first.
     """
 
-    order: Int[Array, " rows"]  # (T·block,): the token of each row, N in padding
-    position: Int[Array, "N k"]  # the row of each entry, T·block where it has none: the inverse
-    offsets: Int[Array, " slots_and_end"]  # (K + 1,): entries of the adapters before; their total
-    tile_adapter: Int[Array, " T"]  # the adapter of each tile, −1 for an empty one
+    entries: Int[Array, "P rows c"]
+    start: Int[Array, "P T"]  # the first row of each tile
+    rows: Int[Array, "P T"]  # how many rows it has, 0 in an empty tile
+    adapters: Int[Array, "P T c"]  # what they use, −1 where a set is smaller than c
     block: int = dataclasses.field(metadata={"static": True})
+    layout: str = dataclasses.field(metadata={"static": True})
 
-    @property
-    def num_slots(self) -> int:
-        return self.offsets.shape[0] - 1
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DispatchPlan:
+    """What the projections that share a Routing share of the work: its sort.
+
+    Made by `make_plan` from the ids alone, so any gates go with it. Where the backend is chosen by
+    the platform there are tiles for each; inside `jit` those of the others are dead code.
+    """
+
+    tiles: Mapping[str, Tiles]  # by backend
+    num_tokens: int = dataclasses.field(metadata={"static": True})
+    top_k: int = dataclasses.field(metadata={"static": True})
+    num_slots: int = dataclasses.field(metadata={"static": True})
+    strategy: str = dataclasses.field(metadata={"static": True})  # as asked for: grouped, or auto
+
+
+class Operands(NamedTuple):
+    """What a routed update is differentiable in: W projections that share x."""
+
+    x: Float[Array, "N D"]
+    lora_a: tuple[Float[Array, "*L K R D"], ...]
+    lora_b: tuple[Float[Array, "*L K R F"], ...]
+    gates: Float[Array, "N k"]
+    base: tuple[Float[Array, "N F"], ...]
+
+
+class Indices(NamedTuple):
+    """What it is not differentiable in."""
+
+    adapter_ids: Int[Array, "N k"]
+    ranks: tuple[Int[Array, "*L K"] | None, ...]
+    layer: Int[Array, ""] | None  # which layer of stacks (L, K, R, ·); None for one layer's
+    tiles: Tiles | None  # made on the way where None and needed

@@ -1,5 +1,1 @@
-"""Tiles of one adapter each: gather on load, shrink, expand, scatter on store."""
-
-from pallas_kernels.grouped_gemm.xla import grouped
-
-__all__ = ["grouped"]
+"""Tiles of one set of adapters each: gather on load, shrink, expand, scatter on store."""

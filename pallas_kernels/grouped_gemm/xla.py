@@ -2,22 +2,16 @@
 
 A batched product over all tiles would copy every routed row and every tile's weights first; on
 CPU that costs more than the arithmetic. Here a tile's rows stay in cache, and tiles that are empty
-are never run. Axes: T tiles, P = T·block rows.
+are never run. The loop may follow tiles of any layout; c counts the adapters of a tile.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
 
-from pallas_kernels.numerics import (
-    accumulator_dtype,
-    matmul,
-    rows_in_rank,
-    vary_together,
-    zeros_varying_like,
-)
-from pallas_kernels.types import DispatchPlan, Routing
+from pallas_kernels.arrays import Array, Float, Int
+from pallas_kernels.numerics import accumulator_dtype, matmul, rows_in_rank, zeros_varying_like
+from pallas_kernels.types import Tiles
 
 
 @jax.jit
@@ -25,106 +19,128 @@ def grouped(
     x: Float[Array, "N D"],
     lora_a: Float[Array, "K R D"],
     lora_b: Float[Array, "K R F"],
-    routing: Routing,
+    gates: Float[Array, "N k"],
+    base: Float[Array, "N F"],
     *,
-    base: Float[Array, "N F"] | None,
     ranks: Int[Array, " K"] | None,
-    plan: DispatchPlan,
+    tiles: Tiles,
 ) -> Float[Array, "N F"]:
     """Costs R columns per entry; temporary memory is one tile, whatever N, K and k."""
-    num_slots, rank, _ = lora_a.shape
-    dtype = accumulator_dtype(x, lora_a, lora_b)
-    if base is None:
-        base = zeros_varying_like(x, (x.shape[0], lora_b.shape[2]), dtype)
-    if x.shape[0] == 0:
-        return base.astype(dtype)  # no tile to index
-    # Positions are the inverse of the sort, so each row receives the gate of its one entry.
-    row_gates = jnp.zeros(plan.order.shape, dtype)
-    row_gates = row_gates.at[plan.position].add(routing.gates.astype(dtype), mode="drop")
-    in_rank = rows_in_rank(ranks, rank, num_slots)
-    tiles = (plan.tile_adapter.shape[0], plan.block)
-    operands = vary_together(
-        [
-            base.astype(dtype),
-            x,
-            lora_a,
-            lora_b,
-            row_gates.reshape(tiles),
-            in_rank,
-            plan.order.reshape(tiles),
-            plan.tile_adapter,
-        ]
-    )
-    return _add_tiles(*operands)
+    dtype = accumulator_dtype(x, lora_a, lora_b, base)
+    in_rank = rows_in_rank(ranks, lora_a.shape[1], lora_a.shape[0])
+    gates = gates.astype(dtype)
 
+    def add_tile(tokens, members, y):
+        x_tile = _rows(x, tokens)
+        out = zeros_varying_like(y, (tokens.shape[0], y.shape[1]), dtype)
+        for slot, entries in members:
 
-@jax.custom_vjp
-def _add_tiles(base, x, lora_a, lora_b, gates, in_rank, order, tile_adapter):
-    """base with every tile's contribution added to its tokens, in the dtype of base."""
+            def add(out, slot=slot, entries=entries):
+                h = _shrink(x_tile, lora_a[slot], in_rank[slot], dtype)
+                # The gate multiplies R numbers of a row and not its F outputs.
+                gated = h * _entries(gates, entries)[:, None]
+                return out + matmul(gated, lora_b[slot], contract=(1, 0), dtype=dtype)
 
-    def add_tile(t, y):
-        slot, tokens = tile_adapter[t], order[t]
-        h = _shrink(_rows(x, tokens), lora_a[slot], in_rank[slot], y.dtype)
-        # The gate multiplies R numbers of a row and not its F outputs.
-        out = matmul(h * gates[t][:, None], lora_b[slot], contract=(1, 0), dtype=y.dtype)
+            out = _if_there(slot, len(members), add, out)
         # Tiles follow one another, so the sum over k is in a fixed order. Not declared unique: a
-        # token that names an adapter twice stands twice in its tile.
+        # token that names an adapter twice may stand twice in its tile.
         return y.at[tokens].add(out, mode="drop")
 
-    return lax.fori_loop(0, _live(tile_adapter), add_tile, base)
+    y = _over_tiles(add_tile, base.astype(dtype), tiles, gates.shape)
+    return y.astype(base.dtype)
 
 
-def _forward(*operands):
-    return _add_tiles(*operands), operands[1:]
+@jax.jit
+def grouped_gradients(
+    x: Float[Array, "N D"],
+    lora_a: Float[Array, "K R D"],
+    lora_b: Float[Array, "K R F"],
+    gates: Float[Array, "N k"],
+    dy: Float[Array, "N F"],
+    *,
+    ranks: Int[Array, " K"] | None,
+    tiles: Tiles,
+) -> tuple[Array, Array, Array, Array]:
+    """Gradients in x, lora_a, lora_b and the gates, tile by tile through the same indices.
 
-
-def _backward(saved, dy):
-    """Gradients tile by tile through the same indices; h is recomputed, being a cheap product.
-
-    An adapter without a tile is never added to: its gradient is exactly zero.
+    h is recomputed, being a cheap product. An adapter without a tile is never added to: its
+    gradient is exactly zero.
     """
-    x, lora_a, lora_b, gates, in_rank, order, tile_adapter = saved
-    dtype = dy.dtype
+    dtype = accumulator_dtype(x, lora_a, lora_b, dy)
+    in_rank = rows_in_rank(ranks, lora_a.shape[1], lora_a.shape[0])
+    wide_gates, wide_dy = gates.astype(dtype), dy.astype(dtype)
 
-    def add_tile(t, gradients):
-        dx, d_lora_a, d_lora_b, d_gates = gradients
-        slot, tokens = tile_adapter[t], order[t]
-        x_tile, dy_tile = _rows(x, tokens), _rows(dy, tokens)
-        gate = gates[t][:, None]
-        h = _shrink(x_tile, lora_a[slot], in_rank[slot], dtype)
-        d_gated = matmul(dy_tile, lora_b[slot], contract=(1, 1), dtype=dtype)
-        dh = jnp.where(in_rank[slot][None, :], d_gated * gate, 0)
-        dx = dx.at[tokens].add(matmul(dh, lora_a[slot], contract=(1, 0), dtype=dtype), mode="drop")
-        d_lora_a = d_lora_a.at[slot].add(matmul(dh, x_tile, contract=(0, 0), dtype=dtype))
-        d_lora_b = d_lora_b.at[slot].add(matmul(h * gate, dy_tile, contract=(0, 0), dtype=dtype))
-        d_gates = d_gates.at[t].set(jnp.sum(d_gated * h, axis=1))
-        return dx, d_lora_a, d_lora_b, d_gates
+    def add_tile(tokens, members, gradients):
+        x_tile, dy_tile = _rows(x, tokens), _rows(wide_dy, tokens)
+        for slot, entries in members:
 
-    zeros = tuple(zeros_varying_like(dy, a.shape, dtype) for a in (x, lora_a, lora_b, gates))
-    gradients = lax.fori_loop(0, _live(tile_adapter), add_tile, zeros)
-    dx, d_lora_a, d_lora_b, d_gates = gradients
+            def add(gradients, slot=slot, entries=entries):
+                dx, d_lora_a, d_lora_b, d_gates = gradients
+                gate = _entries(wide_gates, entries)[:, None]
+                h = _shrink(x_tile, lora_a[slot], in_rank[slot], dtype)
+                d_gated = matmul(dy_tile, lora_b[slot], contract=(1, 1), dtype=dtype)
+                d_gated = jnp.where(in_rank[slot][None, :], d_gated, 0)
+                dh = d_gated * gate
+                dx_tile = matmul(dh, lora_a[slot], contract=(1, 0), dtype=dtype)
+                dx = dx.at[tokens].add(dx_tile, mode="drop")
+                d_a = matmul(dh, x_tile, contract=(0, 0), dtype=dtype)
+                d_b = matmul(h * gate, dy_tile, contract=(0, 0), dtype=dtype)
+                d_lora_a, d_lora_b = d_lora_a.at[slot].add(d_a), d_lora_b.at[slot].add(d_b)
+                d_gates = d_gates.at[entries].set(jnp.sum(d_gated * h, axis=1), mode="drop")
+                return dx, d_lora_a, d_lora_b, d_gates
+
+            gradients = _if_there(slot, len(members), add, gradients)
+        return gradients
+
+    flat = (x.shape, lora_a.shape, lora_b.shape, (gates.size,))
+    zeros = tuple(zeros_varying_like(dy, shape, dtype) for shape in flat)
+    dx, d_lora_a, d_lora_b, d_gates = _over_tiles(add_tile, zeros, tiles, gates.shape)
     return (
-        dy,
         dx.astype(x.dtype),
         d_lora_a.astype(lora_a.dtype),
         d_lora_b.astype(lora_b.dtype),
-        d_gates,
-        None,
-        None,
-        None,
+        d_gates.reshape(gates.shape).astype(gates.dtype),
     )
 
 
-_add_tiles.defvjp(_forward, _backward)
+def _over_tiles(add_tile, carry, tiles: Tiles, shape: tuple[int, int]):
+    """Folds `add_tile(tokens, [(slot, entries), ...], carry)` over the live tiles.
+
+    tokens (block,) are N and entries (block,) M = N·k past a tile's end, where a gather fills in
+    zeros and a scatter drops.
+    """
+    num_tokens, top_k = shape
+    passes, _, width = tiles.adapters.shape
+    if num_tokens == 0:
+        return carry  # no tile to index
+    lane = jnp.arange(tiles.block, dtype=jnp.int32)
+    for p in range(passes):
+        entries_of, start, rows, adapters = (
+            leaf[p] for leaf in (tiles.entries, tiles.start, tiles.rows, tiles.adapters)
+        )
+
+        def body(t, carry, entries_of=entries_of, start=start, rows=rows, adapters=adapters):
+            row = jnp.where(lane < rows[t], start[t] + lane, entries_of.shape[0])
+            none = num_tokens * top_k
+            entries = entries_of.at[row].get(mode="fill", fill_value=none)
+            members = [(adapters[t, c], entries[:, c]) for c in range(width)]
+            return add_tile(entries[:, 0] // top_k, members, carry)
+
+        carry = lax.fori_loop(0, jnp.sum(rows > 0, dtype=jnp.int32), body, carry)
+    return carry
 
 
-def _live(tile_adapter: Int[Array, " T"]) -> Int[Array, ""]:
-    return jnp.sum(tile_adapter >= 0, dtype=jnp.int32)
+def _if_there(slot, width: int, add, carry):
+    """`add(carry)` unless the tile's set is smaller; with one adapter a tile always has it."""
+    return add(carry) if width == 1 else lax.cond(slot >= 0, add, lambda carry: carry, carry)
 
 
 def _rows(values: Float[Array, "N C"], tokens: Int[Array, " block"]) -> Float[Array, "block C"]:
-    """A tile's rows, zero in padding."""
     return values.at[tokens].get(mode="fill", fill_value=0)
+
+
+def _entries(gates: Float[Array, "N k"], entries: Int[Array, " block"]) -> Float[Array, " block"]:
+    return gates.reshape(-1).at[entries].get(mode="fill", fill_value=0)
 
 
 def _shrink(x_tile, lora_a, in_rank, dtype) -> Float[Array, "block R"]:

@@ -1,5 +1,11 @@
-"""Adapter ids → stable order by adapter, offsets, tile → adapter map."""
+"""Adapter ids → rows sorted by adapter or by set of adapters, cut into tiles."""
 
-from pallas_kernels.token_sort.xla import num_tiles, token_sort
+from pallas_kernels.token_sort.api import (
+    LAYOUTS,
+    adapter_order,
+    num_groups,
+    num_tiles,
+    token_sort,
+)
 
-__all__ = ["num_tiles", "token_sort"]
+__all__ = ["LAYOUTS", "adapter_order", "num_groups", "num_tiles", "token_sort"]

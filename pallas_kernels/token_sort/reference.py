@@ -1,32 +1,52 @@
-"""The definition of a dispatch plan, entry by entry on the host."""
+"""The definition of the sorted tiles, row by row on the host."""
 
 import numpy as np
 
-from pallas_kernels.token_sort.xla import num_tiles
+from pallas_kernels.token_sort.api import num_groups, num_tiles
 
 
-def token_sort_reference(adapter_ids: np.ndarray, num_slots: int, *, block: int) -> dict:
-    """The arrays of a DispatchPlan by name, from ids (N, k)."""
+def token_sort_reference(
+    adapter_ids: np.ndarray, num_slots: int, *, layout: str, block: int
+) -> dict[str, np.ndarray]:
+    """The arrays of `Tiles` by name, from ids (N, k)."""
     num_tokens, top_k = adapter_ids.shape
-    tiles = num_tiles(num_tokens * top_k, num_slots, block=block)
-    order = np.full(tiles * block, num_tokens)
-    position = np.full((num_tokens, top_k), tiles * block)
-    tile_adapter = np.full(tiles, -1)
-    offsets = [0]
-    tile = 0
-    for slot in range(num_slots):
-        entries = [(n, j) for n in range(num_tokens) for j in range(top_k)]
-        entries = [entry for entry in entries if adapter_ids[entry] == slot]
-        for i, entry in enumerate(entries):
-            row = tile * block + i
-            order[row], position[entry] = entry[0], row
-        used = -(-len(entries) // block)
-        tile_adapter[tile : tile + used] = slot
-        tile += used
-        offsets.append(offsets[-1] + len(entries))
-    return {
-        "order": order,
-        "position": position,
-        "offsets": np.array(offsets),
-        "tile_adapter": tile_adapter,
+    num_entries = num_tokens * top_k
+    known = {
+        n * top_k + j: int(adapter_ids[n, j])
+        for n in range(num_tokens)
+        for j in range(top_k)
+        if 0 <= adapter_ids[n, j] < num_slots
     }
+    if layout == "entries":
+        passes, width = [[[e] for e in range(num_entries)]], 1
+    elif layout == "passes":
+        passes, width = [[[n * top_k + j] for n in range(num_tokens)] for j in range(top_k)], 1
+    else:
+        passes, width = [[[n * top_k + j for j in range(top_k)] for n in range(num_tokens)]], top_k
+
+    num_rows = len(passes[0])
+    tiles = num_tiles(
+        num_rows, num_groups(layout, num_slots=num_slots, top_k=top_k), block=block
+    )
+    entries = np.full((len(passes), num_rows, width), num_entries)
+    start, rows = np.zeros((2, len(passes), tiles), int)
+    adapters = np.full((len(passes), tiles, width), -1)
+    for p, all_rows in enumerate(passes):
+        live = [sorted((e for e in row if e in known), key=lambda e: (known[e], e)) for row in all_rows]
+        # By set, compared from its largest slot down, one that is missing counting as the largest.
+        keyed = [
+            (tuple(reversed([known[e] for e in row] + [num_slots] * (width - len(row)))), i)
+            for i, row in enumerate(live)
+            if row
+        ]
+        tile = at = 0
+        for position, (key, i) in enumerate(sorted(keyed)):
+            entries[p, position, : len(live[i])] = live[i]
+            if position == 0 or key != previous or rows[p, tile] == block:
+                tile = at
+                at += 1
+                start[p, tile] = position
+                adapters[p, tile, : len(live[i])] = [known[e] for e in live[i]]
+            rows[p, tile] += 1
+            previous = key
+    return {"entries": entries, "start": start, "rows": rows, "adapters": adapters}

@@ -10,7 +10,10 @@ import numpy as np
 from pallas_kernels import Routing, lora_delta, make_plan
 from pallas_kernels.shapes import ProblemSize, workload
 
-STRATEGIES = ["all_slots", "grouped", "reference"]
+# A way is a strategy, with the backend behind a colon where it is not XLA.
+STRATEGIES = ["all_slots", "grouped", "bgmv", "reference"]
+KERNELS = ["grouped:interpret", "bgmv:interpret"]
+WAYS = [*STRATEGIES, *KERNELS]
 
 # Hundreds of small programs are compiled once and run once: half the time without optimisation.
 # What XLA does with an operation, its dtypes and its order stay the same.
@@ -70,33 +73,39 @@ def expected(case: Case, *, with_base: bool = True) -> np.ndarray:
     return y
 
 
-def update(strategy: str, block: int | None = None):
+def how(way: str) -> dict[str, str]:
+    """Arguments of `lora_delta` and `make_plan`."""
+    strategy, _, backend = way.partition(":")
+    return {"strategy": strategy, "backend": backend or "auto"}
+
+
+def update(way: str, block: int | None = None):
     """lora_delta as a function of arrays alone."""
 
     def run(x, lora_a, lora_b, routing, base=None, ranks=None):
         plan = None
         if block is not None:
-            plan = make_plan(routing, lora_a.shape[0], strategy=strategy, block=block)
+            plan = make_plan(routing, lora_a.shape[0], block=block, **how(way))
         return lora_delta(
-            x, lora_a, lora_b, routing, base=base, ranks=ranks, strategy=strategy, plan=plan
+            x, lora_a, lora_b, routing, base=base, ranks=ranks, plan=plan, **how(way)
         )
 
     return run
 
 
 @functools.cache
-def compiled(strategy: str, block: int | None = None):
-    return jit(update(strategy, block))
+def compiled(way: str, block: int | None = None):
+    return jit(update(way, block))
 
 
-def run(strategy: str, case: Case, *, block: int | None = None) -> jax.Array:
-    return compiled(strategy, block)(
+def run(way: str, case: Case, *, block: int | None = None) -> jax.Array:
+    return compiled(way, block)(
         case.x, case.lora_a, case.lora_b, case.routing, case.base, case.ranks
     )
 
 
 @functools.cache
-def compiled_gradients(strategy: str):
+def compiled_gradients(way: str):
     """Gradients of Σ weights·y in x, lora_a, lora_b, gates and base, by name."""
 
     @jit
@@ -109,7 +118,7 @@ def compiled_gradients(strategy: str):
                 Routing(ids, case["gates"]),
                 base=case["base"],
                 ranks=ranks,
-                strategy=strategy,
+                **how(way),
             )
             # Selected, so that a token of weight zero is absent and not 0·inf.
             return jnp.sum(jnp.where(weights == 0, 0, y.astype(jnp.float32) * weights))
@@ -119,8 +128,8 @@ def compiled_gradients(strategy: str):
     return gradients
 
 
-def gradients(strategy: str, case: Case, weights) -> dict[str, np.ndarray]:
+def gradients(way: str, case: Case, weights) -> dict[str, np.ndarray]:
     values = {name: getattr(case, name) for name in ("x", "lora_a", "lora_b", "base")}
     values["gates"] = case.routing.gates
-    found = compiled_gradients(strategy)(values, case.routing.adapter_ids, case.ranks, weights)
+    found = compiled_gradients(way)(values, case.routing.adapter_ids, case.ranks, weights)
     return {name: np.asarray(value) for name, value in found.items()}

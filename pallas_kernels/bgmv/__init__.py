@@ -1,0 +1,1 @@
+"""Batched gather matrix-vector: one adapter per row, without a sort; for small batches."""
