@@ -176,11 +176,15 @@ def make_plan(
         raise ValueError(f"block is {block}; expected a number of rows, 1 or more")
     if strategy not in ("auto", "grouped") or (strategy == "auto" and num_slots == 1):
         return None
-    size = ProblemSize(num_tokens=num_tokens, top_k=top_k, num_slots=num_slots, rank=16, d_in=1, d_out=1)
+    size = ProblemSize(
+        num_tokens=num_tokens, top_k=top_k, num_slots=num_slots, rank=16, d_in=1, d_out=1
+    )
     chosen = strategies.paths("grouped", backend, size)
     if block is not None:
         chosen = {
-            name: dataclasses.replace(path, block=block if path.backend == "xla" else min(block, 128))
+            name: dataclasses.replace(
+                path, block=block if path.backend == "xla" else min(block, 128)
+            )
             for name, path in chosen.items()
         }
     ids = jnp.asarray(routing.adapter_ids)

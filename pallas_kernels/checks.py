@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pallas_kernels.arrays import Array
 
+from pallas_kernels.arrays import Array
 from pallas_kernels.types import DispatchPlan, Routing, Tiles
 
 
@@ -95,7 +95,9 @@ def check_layer(layer: int | Array | None, num_layers: int) -> None:
     if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
         raise ValueError(f"layer is {layer!r}; expected a whole number")
     if not 0 <= int(layer) < num_layers:
-        raise ValueError(f"layer is {int(layer)}; expected one of the stack's, 0 to {num_layers - 1}")
+        raise ValueError(
+            f"layer is {int(layer)}; expected one of the stack's, 0 to {num_layers - 1}"
+        )
 
 
 def check_ranks(ranks: Array, slots: tuple[int, ...], rank: int) -> None:

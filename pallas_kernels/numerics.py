@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import Array, Bool, Float, Int
 
@@ -73,8 +74,11 @@ def varying_axes(a: Array) -> frozenset:
     return frozenset(jax.typeof(a).mat.varying)
 
 
-def zeros_varying_like(
-    like: Array, shape: Sequence[int], dtype: jnp.dtype
-) -> Float[Array, "..."]:
+def shape_varying_like(like: Array, shape: Sequence[int], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+    """The shape of a kernel's output that varies over devices as `like` does."""
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, manual_axis_type=jax.typeof(like).mat)
+
+
+def zeros_varying_like(like: Array, shape: Sequence[int], dtype: DTypeLike) -> Float[Array, "..."]:
     """Zeros fit to start a loop whose result varies over devices as `like` does."""
     return lax.full_like(like, 0, dtype=dtype, shape=tuple(shape))

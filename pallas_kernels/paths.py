@@ -38,13 +38,13 @@ def forward(path: Path, operands: Operands, indices: Indices) -> tuple[Array, ..
         return _kernels_forward(operands, indices, path=path)
     return tuple(
         _xla(path, indices, w)(operands.x, *weights, operands.gates, base)
-        for w, (weights, base) in enumerate(zip(_layer(operands, indices), operands.base, strict=True))
+        for w, (weights, base) in enumerate(
+            zip(_layer(operands, indices), operands.base, strict=True)
+        )
     )
 
 
-def backward(
-    path: Path, operands: Operands, indices: Indices, dy: tuple[Array, ...]
-) -> Operands:
+def backward(path: Path, operands: Operands, indices: Indices, dy: tuple[Array, ...]) -> Operands:
     """The gradient of Σ dy·y in every operand; that of the bases is dy itself."""
     if operands.x.shape[0] == 0:
         return jax.tree.map(jnp.zeros_like, operands)
@@ -128,8 +128,15 @@ def _kernels_forward(operands: Operands, indices: Indices, *, path: Path):
     if path.strategy == "bgmv":
         return tuple(
             bgmv_triton.bgmv(
-                operands.x, a, b, operands.gates, base, ids=indices.adapter_ids.astype(jnp.int32),
-                ranks=ranks, first_slot=stacks.first_slot, num_slots=stacks.num_slots,
+                operands.x,
+                a,
+                b,
+                operands.gates,
+                base,
+                ids=indices.adapter_ids.astype(jnp.int32),
+                ranks=ranks,
+                first_slot=stacks.first_slot,
+                num_slots=stacks.num_slots,
                 interpret=interpret,
             )  # fmt: skip
             for a, b, base, ranks in zip(

@@ -7,13 +7,13 @@ An adapter's weights are read once for every token that uses it, which is least 
 and hardly share one. Products are exact in float32.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.arrays import Array, Float, Int
+from pallas_kernels.numerics import shape_varying_like
 
 _INNER = 128  # of D a step
 _OUTER = 128  # of F a program
@@ -76,8 +76,8 @@ def bgmv(
     h = pl.pallas_call(
         shrink,
         grid=(num_tokens * top_k, planes, column_blocks),
-        out_shape=jax.ShapeDtypeStruct(
-            (planes, num_tokens * top_k, column_blocks * columns), jnp.float32
+        out_shape=shape_varying_like(
+            x, (planes, num_tokens * top_k, column_blocks * columns), jnp.float32
         ),
         compiler_params=_PARAMS,
         interpret=interpret,
@@ -126,7 +126,7 @@ def bgmv(
     return pl.pallas_call(
         expand,
         grid=(num_tokens, pl.cdiv(d_out, _OUTER)),
-        out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
+        out_shape=shape_varying_like(base, base.shape, base.dtype),
         input_output_aliases={6: 0},
         compiler_params=_PARAMS,
         interpret=interpret,

@@ -16,13 +16,13 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.arrays import Array, Float, Int
+from pallas_kernels.numerics import shape_varying_like, zeros_varying_like
 from pallas_kernels.types import Tiles
 
 
@@ -131,12 +131,21 @@ def gradients(
         there, back = _blocks_for(x, a, b, tiles), _blocks_for(dy_w, b, a, tiles)
         h = shrink(x, [a], [rank], first_slot, tiles, there, **how())
         dh = shrink(dy_w, [b], [rank], first_slot, tiles, back, **how())
-        zeros = jnp.zeros(x.shape, x.dtype if len(dy) == 1 else jnp.float32)
+        zeros = zeros_varying_like(x, x.shape, x.dtype if len(dy) == 1 else jnp.float32)
         dx = expand(dh, 0, a, rank, first_slot, flat_gates, zeros, tiles, back, **how())
         into_a, into_b = (
             outer(
-                left, 0, right, flat_gates, rank, first_slot, *by_adapter, blocks,
-                rank=weight.shape[1], dtype=weight.dtype, **how(),
+                left,
+                0,
+                right,
+                flat_gates,
+                rank,
+                first_slot,
+                *by_adapter,
+                blocks,
+                rank=weight.shape[1],
+                dtype=weight.dtype,
+                **how(),
             )  # fmt: skip
             for left, right, blocks, weight in ((dh, x, there, a), (h, dy_w, back, b))
         )
@@ -218,7 +227,7 @@ def shrink(
     return pl.pallas_call(
         kernel,
         grid=(passes * num_tiles, width, blocks.planes * column_blocks),
-        out_shape=jax.ShapeDtypeStruct(shape, jnp.float32),
+        out_shape=shape_varying_like(x, shape, jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name="lora_shrink",
@@ -246,7 +255,19 @@ def expand(
     steps = pl.cdiv(pl.cdiv(d_out, blocks.outer), blocks.parts)
 
     def run(base, p):
-        def kernel(first_ref, entries_ref, start_ref, rows_ref, adapters_ref, h_ref, weight_ref, ranks_ref, gates_ref, base_ref, y_ref):
+        def kernel(
+            first_ref,
+            entries_ref,
+            start_ref,
+            rows_ref,
+            adapters_ref,
+            h_ref,
+            weight_ref,
+            ranks_ref,
+            gates_ref,
+            base_ref,
+            y_ref,
+        ):
             t, part = pl.program_id(0), pl.program_id(1)
             first = first_ref[0]
 
@@ -256,7 +277,14 @@ def expand(
                 for c in range(width):
                     slot = adapters_ref[p, t, c]
                     entry, token = _rows_of(
-                        entries_ref, p, start_ref[p, t], rows_ref[p, t], c, blocks, num_entries, top_k
+                        entries_ref,
+                        p,
+                        start_ref[p, t],
+                        rows_ref[p, t],
+                        c,
+                        blocks,
+                        num_entries,
+                        top_k,
                     )
                     if c == 0:
                         tokens = token
@@ -266,12 +294,22 @@ def expand(
                         _load_h, h_ref, gates_ref, entry, projection, rank, num_entries, blocks
                     )
                     members.append((at, rank, load))
-                _expand_rows(members, weight_ref, base_ref, y_ref, tokens, num_tokens, part * steps, steps, blocks)
+                _expand_rows(
+                    members,
+                    weight_ref,
+                    base_ref,
+                    y_ref,
+                    tokens,
+                    num_tokens,
+                    part * steps,
+                    steps,
+                    blocks,
+                )
 
         return pl.pallas_call(
             kernel,
             grid=(num_tiles, blocks.parts),
-            out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
+            out_shape=shape_varying_like(base, base.shape, base.dtype),
             input_output_aliases={9: 0},
             compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
             interpret=interpret,
@@ -305,7 +343,20 @@ def fused(
     assert lora_a.shape[1] <= blocks.rank
 
     def run(base, p):
-        def kernel(first_ref, entries_ref, start_ref, rows_ref, adapters_ref, x_ref, a_ref, b_ref, ranks_ref, gates_ref, base_ref, y_ref):
+        def kernel(
+            first_ref,
+            entries_ref,
+            start_ref,
+            rows_ref,
+            adapters_ref,
+            x_ref,
+            a_ref,
+            b_ref,
+            ranks_ref,
+            gates_ref,
+            base_ref,
+            y_ref,
+        ):
             t = pl.program_id(0)
 
             @pl.when(rows_ref[p, t] > 0)
@@ -314,23 +365,41 @@ def fused(
                 for c in range(width):
                     slot = adapters_ref[p, t, c]
                     entry, token = _rows_of(
-                        entries_ref, p, start_ref[p, t], rows_ref[p, t], c, blocks, num_entries, top_k
+                        entries_ref,
+                        p,
+                        start_ref[p, t],
+                        rows_ref[p, t],
+                        c,
+                        blocks,
+                        num_entries,
+                        top_k,
                     )
                     if c == 0:
                         tokens = token
                     at = first_ref[0] + jnp.maximum(slot, 0)
                     rank = jnp.where(slot >= 0, ranks_ref[at], 0)
                     (h,) = _shrink_rows(
-                        x_ref, [a_ref], [rank], at, token, jnp.int32(0), num_tokens, 0, in_steps, blocks
+                        x_ref,
+                        [a_ref],
+                        [rank],
+                        at,
+                        token,
+                        jnp.int32(0),
+                        num_tokens,
+                        0,
+                        in_steps,
+                        blocks,
                     )
                     gate = plgpu.load(gates_ref.at[entry], mask=entry < num_entries, other=0)
                     members.append((at, rank, lambda _, gated=h * gate[:, None]: gated))
-                _expand_rows(members, b_ref, base_ref, y_ref, tokens, num_tokens, 0, out_steps, blocks)
+                _expand_rows(
+                    members, b_ref, base_ref, y_ref, tokens, num_tokens, 0, out_steps, blocks
+                )
 
         return pl.pallas_call(
             kernel,
             grid=(num_tiles,),
-            out_shape=jax.ShapeDtypeStruct(base.shape, base.dtype),
+            out_shape=shape_varying_like(base, base.shape, base.dtype),
             input_output_aliases={10: 0},
             compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
             interpret=interpret,
@@ -400,7 +469,7 @@ def outer(
     return pl.pallas_call(
         kernel,
         grid=(num_slots, pl.cdiv(d_in, blocks.inner), column_blocks),
-        out_shape=jax.ShapeDtypeStruct((num_slots, rank, d_in), dtype),
+        out_shape=shape_varying_like(x, (num_slots, rank, d_in), dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=blocks.stages),
         interpret=interpret,
         name="lora_outer",

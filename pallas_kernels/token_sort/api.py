@@ -113,7 +113,11 @@ def _cut(
         return jnp.take_along_axis(values, group, axis=1, mode="fill", fill_value=0)
 
     start = of_group(offsets[:, :-1]) + (tile - of_group(last - tiles_of)) * block
-    return jnp.where(group < tiles_of.shape[1], start, 0), jnp.clip(of_group(offsets[:, 1:]) - start, 0, block), group
+    return (
+        jnp.where(group < tiles_of.shape[1], start, 0),
+        jnp.clip(of_group(offsets[:, 1:]) - start, 0, block),
+        group,
+    )
 
 
 def _sort_columns(slots: Int[Array, "N k"]) -> tuple[Int[Array, "N k"], Int[Array, "N k"]]:
@@ -125,6 +129,9 @@ def _sort_columns(slots: Int[Array, "N k"]) -> tuple[Int[Array, "N k"], Int[Arra
     keys = [slots[:, j] * top_k + j for j in range(top_k)]
     for end in range(top_k - 1, 0, -1):
         for j in range(end):
-            keys[j], keys[j + 1] = jnp.minimum(keys[j], keys[j + 1]), jnp.maximum(keys[j], keys[j + 1])
+            keys[j], keys[j + 1] = (
+                jnp.minimum(keys[j], keys[j + 1]),
+                jnp.maximum(keys[j], keys[j + 1]),
+            )
     packed = jnp.stack(keys, axis=1)
     return packed // top_k, packed % top_k

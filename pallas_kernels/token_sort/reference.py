@@ -25,14 +25,14 @@ def token_sort_reference(
         passes, width = [[[n * top_k + j for j in range(top_k)] for n in range(num_tokens)]], top_k
 
     num_rows = len(passes[0])
-    tiles = num_tiles(
-        num_rows, num_groups(layout, num_slots=num_slots, top_k=top_k), block=block
-    )
+    tiles = num_tiles(num_rows, num_groups(layout, num_slots=num_slots, top_k=top_k), block=block)
     entries = np.full((len(passes), num_rows, width), num_entries)
     start, rows = np.zeros((2, len(passes), tiles), int)
     adapters = np.full((len(passes), tiles, width), -1)
     for p, all_rows in enumerate(passes):
-        live = [sorted((e for e in row if e in known), key=lambda e: (known[e], e)) for row in all_rows]
+        live = [
+            sorted((e for e in row if e in known), key=lambda e: (known[e], e)) for row in all_rows
+        ]
         # By set, compared from its largest slot down, one that is missing counting as the largest.
         keyed = [
             (tuple(reversed([known[e] for e in row] + [num_slots] * (width - len(row)))), i)

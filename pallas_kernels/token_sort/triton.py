@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.arrays import Array, Int
+from pallas_kernels.numerics import shape_varying_like
 
 ONE_KERNEL_ROWS = 8192
 _BLOCK = 64  # rows of a program; 64 × 64 keys are compared at once
@@ -38,8 +39,8 @@ def sort_rows(
             functools.partial(_rank_all, num_rows=num_rows, groups=groups),
             grid=(num_sorts, row_programs + pl.cdiv(boundaries, _BLOCK)),
             out_shape=[
-                jax.ShapeDtypeStruct(codes.shape, jnp.int32),
-                jax.ShapeDtypeStruct((num_sorts, boundaries), jnp.int32),
+                shape_varying_like(codes, codes.shape, jnp.int32),
+                shape_varying_like(codes, (num_sorts, boundaries), jnp.int32),
             ],
             name="token_sort_rank",
         )(codes)
@@ -48,7 +49,7 @@ def sort_rows(
     counts = call(
         functools.partial(_count, num_rows=num_rows, boundaries=boundaries),
         grid=(num_sorts, row_programs, pl.cdiv(boundaries, _BLOCK)),
-        out_shape=jax.ShapeDtypeStruct((num_sorts, row_programs, boundaries), jnp.int32),
+        out_shape=shape_varying_like(codes, (num_sorts, row_programs, boundaries), jnp.int32),
         name="token_sort_count",
     )(codes)
     total = jnp.sum(counts, axis=1)
@@ -57,7 +58,7 @@ def sort_rows(
     order = call(
         functools.partial(_rank_in_block, num_rows=num_rows),
         grid=(num_sorts, row_programs),
-        out_shape=jax.ShapeDtypeStruct(codes.shape, jnp.int32),
+        out_shape=shape_varying_like(codes, codes.shape, jnp.int32),
         name="token_sort_place",
     )(codes, first)
     return order, offsets

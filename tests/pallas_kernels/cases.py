@@ -86,9 +86,7 @@ def update(way: str, block: int | None = None):
         plan = None
         if block is not None:
             plan = make_plan(routing, lora_a.shape[0], block=block, **how(way))
-        return lora_delta(
-            x, lora_a, lora_b, routing, base=base, ranks=ranks, plan=plan, **how(way)
-        )
+        return lora_delta(x, lora_a, lora_b, routing, base=base, ranks=ranks, plan=plan, **how(way))
 
     return run
 
