@@ -1,6 +1,7 @@
 """MoLoRALinear: a frozen projection plus the routed delta of its adapters."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +9,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from molora_jax.adapters import AdapterStack
-from pallas_kernels import DispatchPlan, Routing, lora_delta
+from pallas_kernels import DispatchPlan, Routing, lora_deltas
 
 
 @dataclasses.dataclass(frozen=True)
 class RoutedAdapters:
     """What one decoder layer needs to add its deltas: its slots, the decision, how to compute it.
 
-    `stacks` holds one layer: lora_a (K, R, D), lora_b (K, R, F), ranks (K,). Projections that no
+    With `layer`, `stacks` holds all layers (a leading L axis) and the kernels find the layer
+    themselves: a slice inside a compiled step for a GPU would copy it. With None, inside a scan,
+    it holds the one layer: lora_a (K, R, D), lora_b (K, R, F), ranks (K,). Projections that no
     adapter of the bank touches are absent and stay exactly the base.
     """
 
@@ -24,23 +27,30 @@ class RoutedAdapters:
     plan: DispatchPlan | None
     strategy: str
     backend: str
+    layer: int | None = None
 
-    def add_to(self, base: Array, projection: str, x: Array) -> Array:
-        """base + Σ_j gate_j · B[id_j]·(A[id_j]·x) for x (B, S, D) and base (B, S, F)."""
-        stack = self.stacks.get(projection)
-        if stack is None:
-            return base
-        return lora_delta(
+    def add_to(self, bases: Mapping[str, Array], x: Array) -> dict[str, Array]:
+        """base + Σ_j gate_j · B[id_j]·(A[id_j]·x) for each base (B, S, F) of the same x (B, S, D).
+
+        Projections that share x share one pass over it.
+        """
+        adapted = [name for name in bases if name in self.stacks]
+        if not adapted:
+            return dict(bases)
+        stacks = [self.stacks[name] for name in adapted]
+        deltas = lora_deltas(
             x,
-            stack.lora_a,
-            stack.lora_b,
+            tuple(each.lora_a for each in stacks),
+            tuple(each.lora_b for each in stacks),
             self.routing,
-            base=base,
-            ranks=stack.ranks,
+            bases=tuple(bases[name] for name in adapted),
+            ranks=tuple(each.ranks for each in stacks),
             strategy=self.strategy,
             backend=self.backend,
             plan=self.plan,
+            layer=self.layer,
         )
+        return dict(bases) | dict(zip(adapted, deltas, strict=True))
 
 
 class MoLoRALinear(nnx.Module):
@@ -57,12 +67,25 @@ class MoLoRALinear(nnx.Module):
         self.bias = None if bias is None else nnx.Param(bias)
 
     def __call__(
-        self, x: Float[Array, "B S D"], projection: str, adapters: RoutedAdapters | None
+        self, x: Float[Array, "B S D"], name: str, adapters: RoutedAdapters | None
     ) -> Float[Array, "B S F"]:
+        (y,) = project(x, {name: self}, adapters)
+        return y
+
+    def base(self, x: Float[Array, "B S D"]) -> Float[Array, "B S F"]:
+        """x·Wᵀ + b, the frozen projection alone."""
         y = linear(x, self.weight[...])
-        if self.bias is not None:
-            y = y + self.bias[...][None, None, :]
-        return y if adapters is None else adapters.add_to(y, projection, x)
+        return y if self.bias is None else y + self.bias[...][None, None, :]
+
+
+def project(
+    x: Float[Array, "B S D"],
+    projections: Mapping[str, MoLoRALinear],
+    adapters: RoutedAdapters | None,
+) -> Sequence[Float[Array, "B S F"]]:
+    """Projections of the same x (q, k, v; gate, up), each with its delta, in their order."""
+    bases = {name: each.base(x) for name, each in projections.items()}
+    return list((bases if adapters is None else adapters.add_to(bases, x)).values())
 
 
 def linear(x: Float[Array, "*n D"], weight: Float[Array, "F D"]) -> Float[Array, "*n F"]:

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pallas_kernels.arrays import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool, Float, Int
 else:
     try:
-        from pallas_kernels.arrays import Array, Bool, Float, Int
+        from jaxtyping import Array, Bool, Float, Int
     except ImportError:
         from jax import Array
 

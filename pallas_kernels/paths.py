@@ -120,49 +120,59 @@ def _gathered(operands: Operands, indices: Indices, found, dy) -> Operands:
 # One trace for all the layers of a model that have the same shapes.
 @functools.partial(jax.jit, static_argnames="path")
 def _kernels_forward(operands: Operands, indices: Indices, *, path: Path):
-    from pallas_kernels.bgmv import triton as bgmv_triton
-    from pallas_kernels.grouped_gemm import triton as grouped_triton
+    from pallas_kernels.bgmv.triton import bgmv as bgmv_kernels
+    from pallas_kernels.grouped_gemm import triton as grouped_kernels
 
     stacks = _Stacks(operands, indices)
-    interpret = path.backend == "interpret"
-    if path.strategy == "bgmv":
-        return tuple(
-            bgmv_triton.bgmv(
-                operands.x,
-                a,
-                b,
-                operands.gates,
-                base,
-                ids=indices.adapter_ids.astype(jnp.int32),
-                ranks=ranks,
-                first_slot=stacks.first_slot,
-                num_slots=stacks.num_slots,
-                interpret=interpret,
-            )  # fmt: skip
-            for a, b, base, ranks in zip(
-                stacks.lora_a, stacks.lora_b, operands.base, stacks.ranks, strict=True
-            )
+    if path.strategy == "grouped":
+        update = _update(path, operands, indices, stacks)
+        given = (operands.x, stacks.lora_a, stacks.lora_b, operands.base, stacks.ranks)
+        return tuple(grouped_kernels.forward(update, *given))
+
+    def each(lora_a, lora_b, base, ranks):
+        return bgmv_kernels(
+            operands.x,
+            lora_a,
+            lora_b,
+            operands.gates,
+            base,
+            ids=indices.adapter_ids.astype(jnp.int32),
+            ranks=ranks,
+            first_slot=stacks.first_slot,
+            num_slots=stacks.num_slots,
+            interpret=path.backend == "interpret",
         )
-    return grouped_triton.forward(
-        operands.x, stacks.lora_a, stacks.lora_b, operands.gates, operands.base,
-        ranks=stacks.ranks, first_slot=stacks.first_slot,
-        tiles=_tiles(path, operands, indices), interpret=interpret,
-    )  # fmt: skip
+
+    return tuple(map(each, stacks.lora_a, stacks.lora_b, operands.base, stacks.ranks))
 
 
 @functools.partial(jax.jit, static_argnames="path")
 def _kernels_backward(operands: Operands, indices: Indices, dy, *, path: Path) -> Operands:
-    from pallas_kernels.grouped_gemm import triton as grouped_triton
+    from pallas_kernels.grouped_gemm import triton as grouped_kernels
 
     stacks = _Stacks(operands, indices)
-    found = grouped_triton.gradients(
-        operands.x, stacks.lora_a, stacks.lora_b, operands.gates, dy,
-        ranks=stacks.ranks, first_slot=stacks.first_slot, tiles=_tiles(path, operands, indices),
+    found = grouped_kernels.gradients(
+        _update(path, operands, indices, stacks),
+        operands.x,
+        stacks.lora_a,
+        stacks.lora_b,
+        dy,
+        stacks.ranks,
         ids=known_ids(indices.adapter_ids, stacks.num_slots),
         by_adapter=adapter_order(indices.adapter_ids, stacks.num_slots, backend=path.backend),
-        interpret=path.backend == "interpret",
-    )  # fmt: skip
+    )
     return _gathered(operands, indices, found, dy)
+
+
+def _update(path: Path, operands: Operands, indices: Indices, stacks: "_Stacks"):
+    from pallas_kernels.grouped_gemm.triton import Update
+
+    return Update(
+        tiles=_tiles(path, operands, indices),
+        first_slot=stacks.first_slot,
+        gates=operands.gates,
+        interpret=path.backend == "interpret",
+    )
 
 
 class _Stacks:

@@ -4,6 +4,7 @@ Letters beyond the table of design.md: T cache slots of a row, G = H / Hk query 
 C router columns.
 """
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 
@@ -15,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from molora_jax.adapters import AdapterStack
-from molora_jax.layers import MoLoRALinear, RoutedAdapters, linear, rms_norm
+from molora_jax.layers import MoLoRALinear, RoutedAdapters, linear, project, rms_norm
 from molora_jax.models.config import ModelConfig, rope_frequencies
 from pallas_kernels import Routing, make_plan
 
@@ -33,14 +34,15 @@ class DecoderOutput:
     router_logits  (L, N, C) per layer, (1, N, C) where one decision is shared, None where the
                    router has no logits
     layer_inputs   (L, B, S, D), each layer's input before its norm, where asked for
-    keys_values    per-layer keys and values of the S tokens, stacked, where asked for
+    keys_values    keys and values of the S tokens where asked for, each stacked over layers, or a
+                   tuple of one array per layer where the layers are unrolled
     """
 
     hidden: Float[Array, "B S D"]
     routing: Routing | None = None
     router_logits: Float[Array, "l N C"] | None = None
     layer_inputs: Float[Array, "L B S D"] | None = None
-    keys_values: tuple[Array, Array] | None = None
+    keys_values: tuple[Array, Array] | tuple[tuple[Array, ...], tuple[Array, ...]] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -61,8 +63,8 @@ class KVCache:
 class DecoderLayer(nnx.Module):
     """Attention and gated MLP.
 
-    Built with parameters stacked over layers (a leading L axis on each), called with one layer
-    sliced off.
+    Built with parameters stacked over layers (a leading L axis on each) or with those of one
+    layer; called with one layer.
     """
 
     def __init__(self, config: ModelConfig, arrays: Mapping[str, Array]):
@@ -96,16 +98,14 @@ class DecoderLayer(nnx.Module):
         )
         x = x + attended
         h = rms_norm(x, self.post_attention_norm[...], eps=eps)
-        gate = self.gate_proj(h, "gate_proj", adapters)
-        up = self.up_proj(h, "up_proj", adapters)
+        gate, up = project(h, {"gate_proj": self.gate_proj, "up_proj": self.up_proj}, adapters)
         return x + self.down_proj(jax.nn.silu(gate) * up, "down_proj", adapters), kept
 
     def _attention(self, x, rope, visible, adapters, store):
         c = self.config
         B, S, _ = x.shape
-        q = self.q_proj(x, "q_proj", adapters).reshape(B, S, c.num_heads, c.head_dim)
-        k = self.k_proj(x, "k_proj", adapters).reshape(B, S, c.num_kv_heads, c.head_dim)
-        v = self.v_proj(x, "v_proj", adapters).reshape(B, S, c.num_kv_heads, c.head_dim)
+        together = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
+        q, k, v = (each.reshape(B, S, -1, c.head_dim) for each in project(x, together, adapters))
         if c.qk_norm:
             q = rms_norm(q, self.q_norm[...], eps=c.rms_norm_eps)
             k = rms_norm(k, self.k_norm[...], eps=c.rms_norm_eps)
@@ -162,9 +162,23 @@ class Decoder(nnx.Module):
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else nnx.Param(stacked["lm_head.weight"])
         prefix = "layers."
-        self.layers = DecoderLayer(
+        self.layers: DecoderLayer | nnx.List = DecoderLayer(
             config, {n.removeprefix(prefix): a for n, a in stacked.items() if n.startswith(prefix)}
         )
+
+    def unstacked(self) -> "Decoder":
+        """The same model with the parameters of every layer in arrays of their own, and unrolled.
+
+        For decoding, and always on a GPU: a slice of stacked weights inside a compiled step copies
+        them, every layer and every step. Memory holds both while the stacked one is referenced.
+        """
+        if isinstance(self.layers, nnx.List):
+            return self
+        other = copy.copy(self)
+        other.layers = nnx.List(
+            [at_layer(self.layers, index) for index in range(self.config.num_layers)]
+        )
+        return other
 
     def logits(self, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
         """float32 logits of `DecoderOutput.hidden`, or of any rows of it."""
@@ -192,7 +206,8 @@ class Decoder(nnx.Module):
         adapters        AdapterBank.stacks; they act only where `router` sends a token
         router          any router of molora_jax.routing; needed with `adapters`, and the reverse
         column_to_slot  (C,) slot of each router column, −1 where it is not resident; None: identity
-        unroll          one graph of L layers instead of a scan: slower to compile, for a GPU
+        unroll          one graph of L layers instead of a scan: slower to compile, for a GPU; a
+                        decoder that is `unstacked` always is
         """
         if (adapters is None) != (router is None):
             missing = "router" if router is None else "adapters"
@@ -209,11 +224,14 @@ class Decoder(nnx.Module):
             self, tokens, mask, adapters, router, column_to_slot, strategy, backend
         )
 
+        unroll = unroll or isinstance(self.layers, nnx.List)
+
         def body(carry, layer_slice):
             x, held = carry
             index, layer, stacks, layer_router = layer_slice
             now, held, logits = decision.at_layer(index, layer_router, x, held)
-            out, keys_values = layer(x, rope, visible, decision.adapters(stacks, now), as_is)
+            routed = decision.adapters(stacks, now, index if unroll else None)
+            out, keys_values = layer(x, rope, visible, routed, as_is)
             emitted = (
                 None if now is None else now[0],
                 logits,
@@ -224,17 +242,26 @@ class Decoder(nnx.Module):
 
         x = self.embedding[...][tokens]
         sliced_router = router if decision.kind == "per_layer" else None
-        layers = (jnp.arange(self.config.num_layers), self.layers, adapters, sliced_router)
         carry = (x, decision.first())
         if unroll:
-            emitted = []
+            each_layer = []
             for index in range(self.config.num_layers):
-                carry, each = body(carry, (index, *at_layer(layers[1:], index)))
-                emitted.append(each)
-            emitted = jax.tree.map(lambda *leaves: jnp.stack(leaves), *emitted)
+                layer, layer_router = self._layer(index), at_layer(sliced_router, index)
+                carry, emitted = body(carry, (index, layer, adapters, layer_router))
+                each_layer.append(emitted)
+            *small, kept = zip(*each_layer, strict=True)
+            routing, logits, layer_inputs = (
+                jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in small
+            )
+            # Keys and values stay apart, as a cache holds them: stacking would copy them.
+            keys_values = None
+            if return_keys_values:
+                keys, values = zip(*kept, strict=True)
+                keys_values = keys, values
         else:
+            layers = (jnp.arange(self.config.num_layers), self.layers, adapters, sliced_router)
             carry, emitted = jax.lax.scan(body, carry, layers)
-        routing, logits, layer_inputs, keys_values = emitted
+            routing, logits, layer_inputs, keys_values = emitted
         if decision.kind == "shared":
             logits = logits[router.after_layer + 1][None]
         elif decision.kind == "input":
@@ -265,9 +292,9 @@ class Decoder(nnx.Module):
             tokens, mask, adapters=adapters, router=router, column_to_slot=column_to_slot,
             strategy=strategy, backend=backend, return_keys_values=True,
         )  # fmt: skip
-        room = ((0, 0), (0, 0), (0, 0), (0, cache_size - S), (0, 0))
+        room = ((0, 0), (0, 0), (0, cache_size - S), (0, 0))
         assert out.keys_values is not None
-        keys, values = (tuple(jnp.pad(each, room)) for each in out.keys_values)
+        keys, values = (tuple(jnp.pad(layer, room) for layer in each) for each in out.keys_values)
         last = S - jnp.argmax(mask[:, ::-1], axis=1)
         cache = KVCache(
             keys,
@@ -294,9 +321,13 @@ class Decoder(nnx.Module):
         whose cache is full writes nothing (an index past the end is dropped); the caller stops it.
         """
         rows = jnp.arange(tokens.shape[0])
-        slot = cache.next_slot
-        positions = cache.filled.sum(axis=1)[:, None]
-        filled = cache.filled.at[rows, slot].set(True, mode="drop")
+        # Both are read in their new state only, so that they are updated where they lie: what is
+        # needed after its update would be copied first.
+        next_slot = jax.lax.optimization_barrier(cache.next_slot + 1)
+        slot = next_slot - 1
+        here = jnp.arange(cache.filled.shape[1])[None, :] == slot[:, None]
+        filled = cache.filled | here
+        positions = (filled & ~here).sum(axis=1)[:, None]
         visible = filled[:, None, :]
         tokens = jnp.asarray(tokens)[:, None]
         decision = _Decision(
@@ -308,7 +339,7 @@ class Decoder(nnx.Module):
         x, held = self.embedding[...][tokens], decision.first()
         keys, values, routings = [], [], []
         for index in range(self.config.num_layers):
-            layer, stacks, layer_router = at_layer((self.layers, adapters, sliced_router), index)
+            layer, layer_router = self._layer(index), at_layer(sliced_router, index)
             now, held, _ = decision.at_layer(index, layer_router, x, held)
 
             def store(k, v, index=index):
@@ -317,14 +348,20 @@ class Decoder(nnx.Module):
                     for old, new in ((cache.keys, k), (cache.values, v))
                 )
 
-            x, (k, v) = layer(x, rope, visible, decision.adapters(stacks, now), store)
+            routed = decision.adapters(adapters, now, index)
+            x, (k, v) = layer(x, rope, visible, routed, store)
             keys.append(k)
             values.append(v)
             if now is not None:
                 routings.append(now[0])
         routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings) if routings else None
         hidden = rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)
-        return DecoderOutput(hidden, routing), KVCache(tuple(keys), tuple(values), filled, slot + 1)
+        cache = KVCache(tuple(keys), tuple(values), filled, next_slot)
+        return DecoderOutput(hidden, routing), cache
+
+    def _layer(self, index: int) -> DecoderLayer:
+        layers = self.layers
+        return layers[index] if isinstance(layers, nnx.List) else at_layer(layers, index)
 
     def _rope(self, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
         frequencies, factor = rope_frequencies(self.config)
@@ -358,7 +395,8 @@ class _Decision:
                 )
 
     def _planned(self, routing: Routing):
-        return routing, make_plan(routing, self.num_slots, strategy=self.strategy)
+        plan = make_plan(routing, self.num_slots, strategy=self.strategy, backend=self.backend)
+        return routing, plan
 
     def first(self):
         """The decision before layer 0 (no adapter, where the router has not spoken yet)."""
@@ -393,11 +431,11 @@ class _Decision:
             return now, now, logits
         return held, held, None
 
-    def adapters(self, stacks, now) -> RoutedAdapters | None:
+    def adapters(self, stacks, now, layer: int | None) -> RoutedAdapters | None:
         if now is None:
             return None
         routing, plan = now
-        return RoutedAdapters(stacks, routing, plan, self.strategy, self.backend)
+        return RoutedAdapters(stacks, routing, plan, self.strategy, self.backend, layer)
 
 
 def as_is(keys: Array, values: Array) -> KeyValue:

@@ -103,7 +103,7 @@ def _sort_rows(codes, groups: int, backend: str):
 def _cut(
     offsets: Int[Array, "P G_and_end"], num_tiles: int, block: int
 ) -> tuple[Int[Array, "P T"], Int[Array, "P T"], Int[Array, "P T"]]:
-    """First row, rows and group of every tile; a tile that is not needed has no rows and group G."""
+    """First row, rows and group of every tile; one that is not needed has no rows and group G."""
     tiles_of = -(-jnp.diff(offsets, axis=1) // block)
     last = jnp.cumsum(tiles_of, axis=1, dtype=jnp.int32)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)[None]

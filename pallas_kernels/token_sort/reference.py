@@ -39,14 +39,12 @@ def token_sort_reference(
             for i, row in enumerate(live)
             if row
         ]
-        tile = at = 0
+        tile, tile_key = -1, None
         for position, (key, i) in enumerate(sorted(keyed)):
             entries[p, position, : len(live[i])] = live[i]
-            if position == 0 or key != previous or rows[p, tile] == block:
-                tile = at
-                at += 1
+            if key != tile_key or rows[p, tile] == block:
+                tile, tile_key = tile + 1, key
                 start[p, tile] = position
                 adapters[p, tile, : len(live[i])] = [known[e] for e in live[i]]
             rows[p, tile] += 1
-            previous = key
     return {"entries": entries, "start": start, "rows": rows, "adapters": adapters}

@@ -103,6 +103,26 @@ def test_instructions_are_counted_by_result_size():
     assert made.count(opcodes=("transpose",), size=8) == 0
 
 
+def test_what_is_written_is_told_from_what_is_named():
+    hlo = """
+%fused (p: f32[8]) -> f32[8] {
+  ROOT %slice.9 = bf16[4,16,256]{2,1,0} slice(%p), slice={[0:4]}
+}
+
+ENTRY %main (w: bf16[3,4,16,256]) -> f32[2] {
+  %w = bf16[4,16,256]{2,1,0} parameter(0)
+  %bitcast.1 = bf16[64,256]{1,0} bitcast(%w)
+  %wrapped_slice = bf16[1,4,16,256]{3,2,1,0} fusion(%w), kind=kLoop
+  %both.2 = (f32[2]{0}, f32[16384]{0}) fusion(%w), kind=kInput
+  ROOT %get-tuple-element.3 = f32[16384]{0} get-tuple-element(%both.2), index=1
+}
+"""
+    made = report(hlo=hlo)
+    assert made.writes(4 * 16 * 256) == ["wrapped_slice", "both.2"]
+    assert made.writes(2) == ["both.2"]
+    assert made.writes(3) == []
+
+
 def test_unknown_device_is_refused():
     with pytest.raises(ValueError, match="'b200' is unknown; known are h200"):
         deviceless.compile_for(jnp.sin, jax.ShapeDtypeStruct((2,), jnp.float32), device="b200")
@@ -143,6 +163,10 @@ def broken(kernel=None, **fields):
         (broken(hlo=" = bf16[64,256]{1,0} transpose(%a)"), "1 copies of lora_a"),
         (broken(hlo=" = bf16[4,16,512]{2,1,0} copy(%b)"), "1 copies of lora_b"),
         (broken(hlo=" = bf16[1024,256]{1,0} gather(%x)"), "1 copies of x or gathered x"),
+        (
+            broken(thunks=(STEP, deviceless.Thunk("kCopy", "kCopy", captured=True))),
+            "1 steps that only copy",
+        ),
         (broken(temp_bytes=7 * 2**20), "more than 6291456"),
         (broken(thunks=(STEP, STEP, STEP)), "3 launches, more than 2"),
         (broken(graphs=2), "2 graphs instead of 1"),
