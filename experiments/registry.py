@@ -44,10 +44,54 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         tables="Fig 3, Tab 15, 17",
         summary="four LoRAs trained apart, one router, one pass: held-out loss, share of tokens",
     ),
+    "fig5_fig9": Experiment(
+        module="experiments.kernel_batch",
+        tables="Fig 5, 9",
+        summary="grouped against per-row BGMV over batch size, and where they cross",
+    ),
+    "fig6": Experiment(
+        module="experiments.kernel_orders",
+        tables="Fig 6",
+        summary="per-token over per-sequence as the batch grows",
+    ),
     "overhead": Experiment(
         module="experiments.overhead",
         tables="Tab 16",
         summary="time of the routed forward pass of a whole model over the base's",
+    ),
+    "strategies": Experiment(
+        module="experiments.strategies",
+        summary="every strategy over a grid of sizes, and what the choice of auto gives away",
+    ),
+    "table2": Experiment(
+        module="experiments.kernel_layout",
+        tables="Tab 2",
+        summary="weights in one stacked array against arrays of their own",
+    ),
+    "table3": Experiment(
+        module="experiments.kernel_passes",
+        tables="Tab 3",
+        summary="a pass for each adapter against one pass for all",
+    ),
+    "table4": Experiment(
+        module="experiments.kernel_passes",
+        tables="Tab 4",
+        summary="the ladder: paging, hot set, per-token routing, one compiled program",
+    ),
+    "table6": Experiment(
+        module="experiments.kernel_orders",
+        tables="Tab 6",
+        summary="per-token against per-sequence for three orders of tokens",
+    ),
+    "table9": Experiment(
+        module="experiments.kernel_tiling",
+        tables="Tab 9",
+        summary="fixed row blocks against the chosen one, uniform and skewed tokens",
+    ),
+    "table16": Experiment(
+        module="experiments.kernel_overhead",
+        tables="Tab 16",
+        summary="time of k = 1, 2, 4 adapters a token over one LoRA on every token",
     ),
     "train_adapter": Experiment(
         module="experiments.train_adapter",

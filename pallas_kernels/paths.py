@@ -120,6 +120,7 @@ def _gathered(operands: Operands, indices: Indices, found, dy) -> Operands:
 # One trace for all the layers of a model that have the same shapes.
 @functools.partial(jax.jit, static_argnames="path")
 def _kernels_forward(operands: Operands, indices: Indices, *, path: Path):
+    from pallas_kernels.all_slots.triton import all_slots as all_slots_kernels
     from pallas_kernels.bgmv.triton import bgmv as bgmv_kernels
     from pallas_kernels.grouped_gemm import triton as grouped_kernels
 
@@ -129,8 +130,10 @@ def _kernels_forward(operands: Operands, indices: Indices, *, path: Path):
         given = (operands.x, stacks.lora_a, stacks.lora_b, operands.base, stacks.ranks)
         return tuple(grouped_kernels.forward(update, *given))
 
+    run = all_slots_kernels if path.strategy == "all_slots" else bgmv_kernels
+
     def each(lora_a, lora_b, base, ranks):
-        return bgmv_kernels(
+        return run(
             operands.x,
             lora_a,
             lora_b,

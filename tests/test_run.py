@@ -237,6 +237,6 @@ def test_every_experiment_has_its_gin_file_and_a_tiny_scale(name):
     assert "Expected:" in comment
     module = registry.EXPERIMENTS[name].load()
     run.bindings(module, files=[file])
-    assert run.bindings(module, files=[run.CONFIGS / "tiny.gin"], shared=True)["base"] == (
-        "tiny-random"
-    )
+    bound = run.bindings(module, files=[run.CONFIGS / "tiny.gin"], shared=True)
+    assert bound, "a section in tiny.gin"
+    assert bound.get("base", "tiny-random") == "tiny-random", "where it has a base model"

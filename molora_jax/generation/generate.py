@@ -92,6 +92,8 @@ def generate(
         decoder, tokens, mask, routed, jax.random.fold_in(key, 0), knobs,
         cache_size=_round_up(S + max_new_tokens),
     )  # fmt: skip
+    # A step that sliced the layers out of stacked weights would copy all of them for every token.
+    stepper = decoder.unstacked()
     steps, routings = [], []
     running = np.ones(len(prompts), bool)
     for step in range(1, max_new_tokens + 1):
@@ -102,7 +104,7 @@ def generate(
             break
         # The last token is read too when routed: its routing is part of the answer.
         chosen, each, cache = _step(
-            decoder, chosen, cache, routed, jax.random.fold_in(key, step), knobs
+            stepper, chosen, cache, routed, jax.random.fold_in(key, step), knobs
         )
         routings.append(jax.tree.map(np.asarray, each))
         if last:

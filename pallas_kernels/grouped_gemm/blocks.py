@@ -18,30 +18,57 @@ class Blocks:
 
 
 def choose_blocks(
-    *, block: int, num_tiles: int, rank: int, d_in: int, d_out: int, itemsize: int
+    *,
+    block: int,
+    num_tiles: int,
+    rank: int,
+    d_in: int,
+    d_out: int,
+    itemsize: int,
+    float16: bool = False,
+    reload: bool = False,
 ) -> Blocks:
-    """Blocks for an H200: 132 processors, and 227 KiB of shared memory each.
+    """Blocks for an H200: 132 processors, each with 227 KiB of shared memory and 64 K registers.
 
     Planes and parts multiply the programs until there are one or two for each processor, as long
     as a plane costs little beside x and y (its R numbers are written and read once in float32).
+    Steps are as wide as the registers hold: float32 products keep both operands there, and a
+    float16 weight is two bfloat16 ones in the expand.
+
+    Args:
+      block: rows of a tile; a tile of more rows than a program takes is cut further.
+      num_tiles: tiles at most.
+      itemsize: bytes of the widest of x and the weights.
+      float16: the weights are float16.
+      reload: the expand loads h in its innermost loop, as it does for a rank of several blocks:
+        fewer columns and planes at a time.
     """
     rows = max(16, power_of_two(block))
-    step = 128 if itemsize <= 2 and rows <= 64 else 64
-    steps_in, steps_out = -(-d_in // step), -(-d_out // step)
-    programs = max(1, num_tiles)
+    if itemsize > 2:
+        rows, columns, inner, outer = min(rows, 32), 32, 32, 64
+    else:
+        columns = 64
+        inner = outer = 128 if rows <= 64 else 64
+    reload = reload or rank > columns
+    if itemsize <= 2 and (reload or float16):
+        outer = 64 if rows <= 64 and not (reload and float16) else 32
+    programs = max(1, num_tiles) * max(1, block // rows)
     planes = parts = 1
-    while planes < 32 and programs * planes < 160 and 2 * planes <= steps_in:
+    # What the registers hold of h while its planes are summed.
+    most = (64 if reload else 512) // rows
+    shrinking = programs * -(-rank // columns)
+    while planes < most and shrinking * planes < 160 and 2 * planes * inner <= d_in:
         planes *= 2
-    while programs * parts < 264 and 2 * parts <= steps_out:
+    while programs * parts < 264 and 2 * parts * outer <= d_out:
         parts *= 2
     return Blocks(
         rows=rows,
-        rank=max(16, min(64, power_of_two(rank))),
-        inner=step,
-        outer=step,
+        rank=max(16, min(columns, power_of_two(rank))),
+        inner=inner,
+        outer=outer,
         planes=planes,
         parts=parts,
-        warps=8 if rows >= 128 else 4,
+        warps=8 if rows >= 128 or (float16 and reload) else 4,
     )
 
 

@@ -55,7 +55,12 @@ class Update:
             d_in=x.shape[1],
             d_out=lora_b.shape[2],
             itemsize=max(x.dtype.itemsize, lora_a.dtype.itemsize, lora_b.dtype.itemsize),
+            float16=lora_b.dtype == jnp.float16,
         )
+
+    def programs(self, blocks: Blocks) -> int:
+        """Programs of one pass: a tile of more rows than a program takes has several."""
+        return self.tiles.start.shape[1] * pl.cdiv(self.tiles.block, blocks.rows)
 
     def launch(self, name, kernel, grid, out, blocks: Blocks, *operands, in_place=None):
         """Runs `kernel(tile_refs, *operand_refs, out_ref)`; out takes over operand `in_place`."""
@@ -157,21 +162,22 @@ def shrink(
 
     Entries without a tile are not written.
     """
-    passes, num_tiles, width = update.tiles.adapters.shape
+    passes, _, width = update.tiles.adapters.shape
+    programs = update.programs(blocks)
     column_blocks = pl.cdiv(weights[0].shape[1], blocks.rank)
     steps = pl.cdiv(pl.cdiv(x.shape[1], blocks.inner), blocks.planes)
     shape = (blocks.planes, update.num_entries, len(weights), column_blocks * blocks.rank)
 
     def kernel(tile_refs, x_ref, *refs):
         weight_refs, rank_refs, h_ref = refs[: len(weights)], refs[len(weights) : -1], refs[-1]
-        tile, c, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        program, c, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         plane, column = part // column_blocks, part % column_blocks * blocks.rank
-        slot, rows = _tile(tile_refs, tile // num_tiles, tile % num_tiles, c, update, blocks)
+        slot, rows = _tile(tile_refs, program // programs, program % programs, c, update, blocks)
 
-        @pl.when(slot.known)
+        @pl.when(slot.known & (rows.count > 0))
         def _():
             own = [ref[slot.at] for ref in rank_refs]
-            h = _shrink_rows(x_ref, weight_refs, own, slot.at, rows, column, plane * steps, steps)
+            h = shrink_rows(x_ref, weight_refs, own, slot.at, rows, column, plane * steps, steps)
             for w, each in enumerate(h):
                 columns = column + jnp.arange(blocks.rank, dtype=jnp.int32)
                 plgpu.store(
@@ -183,7 +189,7 @@ def shrink(
     return update.launch(
         "lora_shrink",
         kernel,
-        (passes * num_tiles, width, blocks.planes * column_blocks),
+        (passes * programs, width, blocks.planes * column_blocks),
         shape_varying_like(x, shape, jnp.float32),
         blocks,
         x,
@@ -201,7 +207,7 @@ def expand(
     blocks: Blocks,
 ) -> Float[Array, "N F"]:
     """base with gate·h·B added in place, a launch a pass; a token without a tile is not touched."""
-    passes, num_tiles, width = update.tiles.adapters.shape
+    passes, _, width = update.tiles.adapters.shape
     steps = pl.cdiv(pl.cdiv(base.shape[1], blocks.outer), blocks.parts)
 
     def run(p, base):
@@ -221,7 +227,7 @@ def expand(
         return update.launch(
             "lora_expand",
             kernel,
-            (num_tiles, blocks.parts),
+            (update.programs(blocks), blocks.parts),
             shape_varying_like(base, base.shape, base.dtype),
             blocks,
             h.planes,
@@ -246,7 +252,7 @@ def fused(
     ranks: Int[Array, " LK"],
 ) -> Float[Array, "N F"]:
     """`expand` of `shrink` in one launch a pass, for many tokens and a rank of one block."""
-    passes, num_tiles, width = update.tiles.adapters.shape
+    passes, _, width = update.tiles.adapters.shape
     blocks = update.blocks(x, lora_a, lora_b)
     in_steps, out_steps = pl.cdiv(x.shape[1], blocks.inner), pl.cdiv(base.shape[1], blocks.outer)
     assert lora_a.shape[1] <= blocks.rank
@@ -260,7 +266,7 @@ def fused(
                 members = []
                 for slot, rows in tiles:
                     own = jnp.where(slot.known, ranks_ref[slot.at], 0)
-                    (h,) = _shrink_rows(
+                    (h,) = shrink_rows(
                         x_ref, [a_ref], [own], slot.at, rows, jnp.int32(0), 0, in_steps
                     )
                     gated = h * _load_gates(gates_ref, rows)[:, None]
@@ -270,7 +276,7 @@ def fused(
         return update.launch(
             "lora_fused",
             kernel,
-            (num_tiles,),
+            (update.programs(blocks),),
             shape_varying_like(base, base.shape, base.dtype),
             blocks,
             x,
@@ -300,8 +306,11 @@ def outer(
     """Σ gate·h[e]ᵀ·x[token of e] over the entries e of each adapter; zeros where it has none."""
     order, offsets = by_adapter
     num_slots, (rank, d_in) = offsets.shape[0] - 1, like.shape[1:]
-    blocks = dataclasses.replace(blocks, rows=32 if blocks.rank >= 64 else 64, warps=4)
-    top_k = update.gates.shape[1]
+    # Sums of rank × inner numbers stay in registers, with both halves of h beside them.
+    inner = 64 if x.dtype.itemsize <= 2 else 32
+    blocks = dataclasses.replace(blocks, rows=32, inner=inner, warps=4)
+    if h.planes.shape[0] > 2:  # each plane that a step loads would take registers or shared memory
+        h = Shrunk(jnp.sum(h.planes, axis=0, keepdims=True), h.at)
 
     def kernel(tile_refs, order_ref, offsets_ref, h_ref, x_ref, gates_ref, ranks_ref, out_ref):
         slot, part, column_block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -312,9 +321,9 @@ def outer(
         def add(step, total):
             row = begin + step * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32)
             entry = plgpu.load(order_ref.at[row], mask=row < end, other=update.num_entries)
-            rows = _Rows(entry, entry // top_k, end - begin, update, blocks)
+            rows = _Entries(entry, end - begin, update, blocks)
             left = _load_h(h_ref, h.at, gates_ref, rows, own, column_block)
-            return total + _wide_dot(left.T, _load_rows(x_ref, rows, inner))
+            return total + wide_dot(left.T, load_rows(x_ref, rows, inner))
 
         zeros = jnp.zeros((blocks.rank, blocks.inner), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(end - begin, blocks.rows), add, zeros)
@@ -348,38 +357,53 @@ class _Slot:
         self.at = first + jnp.maximum(slot, 0)
 
 
-class _Rows:
-    """The rows of a tile for one of its adapters; entry M and token N stand past the tile's end."""
+class Rows:
+    """A block of tokens, N past the end of its tile."""
 
-    def __init__(self, entry, token, count, update: Update, blocks: Blocks):
-        self.entry, self.token, self.count = entry, token, count
-        self.live = entry < update.num_entries  # a row whose set is smaller has no entry here
-        self.inside = token < update.num_tokens
-        self.blocks = blocks
+    def __init__(self, token, inside, blocks: Blocks):
+        self.token, self.inside, self.blocks = token, inside, blocks
 
 
-def _tile(tile_refs, p, t, c, update: Update, blocks: Blocks) -> tuple[_Slot, _Rows]:
-    """Adapter c of tile t in pass p."""
+class _Entries(Rows):
+    """The rows of a tile for one of its adapters: an entry each, M past the tile's end."""
+
+    def __init__(self, entry, count, update: Update, blocks: Blocks):
+        super().__init__(*_tokens_of(entry, update), blocks)
+        self.entry, self.count = entry, count
+        self.live = entry < update.num_entries
+
+
+def _tokens_of(entry, update: Update):
+    token = entry // update.gates.shape[1]
+    return token, token < update.num_tokens
+
+
+def _tile(tile_refs, p, program, c, update: Update, blocks: Blocks) -> tuple[_Slot, _Entries]:
+    """Adapter c of the tile, or of the part of one, that a program of pass p computes."""
     first_ref, entries_ref, start_ref, rows_ref, adapters_ref = tile_refs
+    cuts = pl.cdiv(update.tiles.block, blocks.rows)
+    t, skipped = program // cuts, program % cuts * blocks.rows
     lane = jnp.arange(blocks.rows, dtype=jnp.int32)
-    count = rows_ref[p, t]
+    count = rows_ref[p, t] - skipped
     entry = plgpu.load(
-        entries_ref.at[p, start_ref[p, t] + lane, c], mask=lane < count, other=update.num_entries
+        entries_ref.at[p, start_ref[p, t] + skipped + lane, c],
+        mask=lane < count,
+        other=update.num_entries,
     )
-    rows = _Rows(entry, entry // update.gates.shape[1], count, update, blocks)
+    rows = _Entries(entry, count, update, blocks)
     return _Slot(first_ref[0], adapters_ref[p, t, c]), rows
 
 
-def _shrink_rows(x_ref, weight_refs, ranks, at, rows: _Rows, first_column, first, steps):
+def shrink_rows(x_ref, weight_refs, ranks, at, rows: Rows, first_column, first, steps):
     """x[token]·A[at]ᵀ over `steps` blocks of D from block `first`, for every projection."""
     blocks = rows.blocks
     column = first_column + jnp.arange(blocks.rank, dtype=jnp.int32)
 
     def add(step, sums):
         inner = (first + step) * blocks.inner + jnp.arange(blocks.inner, dtype=jnp.int32)
-        x = _load_rows(x_ref, rows, inner)
+        x = load_rows(x_ref, rows, inner)
         weights = [
-            _load_weight(ref, at, column, inner, rank)
+            load_weight(ref, at, column, inner, rank)
             for ref, rank in zip(weight_refs, ranks, strict=True)
         ]
         return tuple(total + _exact_dot(x, a.T) for total, a in zip(sums, weights, strict=True))
@@ -415,14 +439,14 @@ def _expand_rows(members, weight_ref, base_ref, y_ref, first, steps):
 
             def add(block, total, at=at, own=own, load=load, h=h):
                 column = block * blocks.rank + jnp.arange(blocks.rank, dtype=jnp.int32)
-                b = _load_weight(weight_ref, at, column, wide, own)
-                return total + _wide_dot(load(block) if h is None else h, b)
+                b = load_weight(weight_ref, at, column, wide, own)
+                return total + wide_dot(load(block) if h is None else h, b)
 
             if h is not None:
                 total = add(0, total)
             else:
                 total = lax.fori_loop(0, pl.cdiv(own, blocks.rank), add, total)
-        y = _load_rows(base_ref, rows, wide).astype(jnp.float32) + total
+        y = load_rows(base_ref, rows, wide).astype(jnp.float32) + total
         plgpu.store(
             y_ref.at[rows.token[:, None], wide[None, :]],
             y.astype(y_ref.dtype),
@@ -433,23 +457,23 @@ def _expand_rows(members, weight_ref, base_ref, y_ref, first, steps):
     lax.fori_loop(0, steps, write, 0)
 
 
-def _load_rows(ref, rows: _Rows, column):
+def load_rows(ref, rows: Rows, column):
     """ref[token, column], zero outside."""
     mask = rows.inside[:, None] & (column < ref.shape[1])[None, :]
     return plgpu.load(ref.at[rows.token[:, None], column[None, :]], mask=mask, other=0)
 
 
-def _load_weight(ref, at, row, column, rank):
+def load_weight(ref, at, row, column, rank):
     """ref[at, row, column], zero outside and past the adapter's rank, which is not read."""
     mask = (row < rank)[:, None] & (column < ref.shape[2])[None, :]
     return plgpu.load(ref.at[at, row[:, None], column[None, :]], mask=mask, other=0)
 
 
-def _load_gates(gates_ref, rows: _Rows):
+def _load_gates(gates_ref, rows: _Entries):
     return plgpu.load(gates_ref.at[rows.entry], mask=rows.live, other=0)
 
 
-def _load_h(h_ref, projection, gates_ref, rows: _Rows, rank, column_block):
+def _load_h(h_ref, projection, gates_ref, rows: _Entries, rank, column_block):
     """gate·h of one block of columns, the planes summed."""
     width = rows.blocks.rank
     column = column_block * width + jnp.arange(width, dtype=jnp.int32)
@@ -468,7 +492,7 @@ def _exact_dot(a, b):
     return _dot(a, b)
 
 
-def _wide_dot(a, b):
+def wide_dot(a, b):
     """a·b for float32 a: with a half b as two or three products of bfloat16 on tensor cores.
 
     A float32 is the sum of two bfloat16 to one part in 2¹⁷, a float16 exactly.
