@@ -6,6 +6,7 @@ stacks and all the projections that share x, so that no layer is sliced off and 
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,11 @@ def _xla(path: Path, indices: Indices, w: int):
             return grouped(x, lora_a, lora_b, gates, base, ranks=ranks, tiles=tiles)
 
         return run
-    functions = {"all_slots": all_slots, "bgmv": bgmv, "reference": reference}
+    functions: dict[str, Callable[..., Array]] = {
+        "all_slots": all_slots,
+        "bgmv": bgmv,
+        "reference": reference,
+    }
     function = functions[path.strategy]
     return functools.partial(function, adapter_ids=indices.adapter_ids, ranks=ranks)
 

@@ -56,8 +56,11 @@ def choose_blocks(
     planes = parts = 1
     # What the registers hold of h while its planes are summed.
     most = (64 if reload else 512) // rows
+    if num_tiles * rows >= 1024:
+        # Written and read, the planes of a token cost a tenth of its x, base and y at most.
+        most = min(most, max(1, itemsize * (d_in + 2 * d_out) // (10 * 8 * rank)))
     shrinking = programs * -(-rank // columns)
-    while planes < most and shrinking * planes < 160 and 2 * planes * inner <= d_in:
+    while planes < most and shrinking * planes < 128 and 2 * planes * inner <= d_in:
         planes *= 2
     while programs * parts < 264 and 2 * parts * outer <= d_out:
         parts *= 2

@@ -368,14 +368,10 @@ class _Entries(Rows):
     """The rows of a tile for one of its adapters: an entry each, M past the tile's end."""
 
     def __init__(self, entry, count, update: Update, blocks: Blocks):
-        super().__init__(*_tokens_of(entry, update), blocks)
+        token = entry // update.gates.shape[1]
+        super().__init__(token, token < update.num_tokens, blocks)
         self.entry, self.count = entry, count
         self.live = entry < update.num_entries
-
-
-def _tokens_of(entry, update: Update):
-    token = entry // update.gates.shape[1]
-    return token, token < update.num_tokens
 
 
 def _tile(tile_refs, p, program, c, update: Update, blocks: Blocks) -> tuple[_Slot, _Entries]:

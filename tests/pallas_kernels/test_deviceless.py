@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_kernels import deviceless
+from pallas_kernels import Routing, deviceless, lora_delta
 from pallas_kernels.shapes import ProblemSize
 
 DUMP = """\
@@ -323,3 +323,36 @@ def test_what_must_not_be_is_reported():
     wrong = deviceless.problems(deviceless.Case("all_slots", SIZE), made)
     for each in ("1 copies of lora_a", "temporary memory", "outside of them", "launches"):
         assert any(each in found for found in wrong), (each, wrong)
+
+
+@pytest.mark.deviceless
+def test_kernels_run_inside_shard_map():
+    mesh = deviceless._mesh("h200")
+    tokens, everywhere = jax.P("device"), jax.P()
+
+    def loss(x, lora_a, lora_b, ids, gates, base):
+        def update(x, lora_a, lora_b, ids, gates, base):
+            routing = Routing(ids, gates)
+            return lora_delta(x, lora_a, lora_b, routing, base=base, strategy="grouped")
+
+        y = jax.shard_map(
+            update,
+            mesh=mesh,
+            in_specs=(tokens, everywhere, everywhere, tokens, tokens, tokens),
+            out_specs=tokens,
+        )(x, lora_a, lora_b, ids, gates, base)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    shapes = [
+        ((1024, 512), jnp.bfloat16),
+        ((8, 64, 512), jnp.bfloat16),
+        ((8, 64, 512), jnp.bfloat16),
+        ((1024, 2), jnp.int32),
+        ((1024, 2), jnp.float32),
+        ((1024, 512), jnp.bfloat16),
+    ]
+    gradient = jax.grad(loss, argnums=(0, 1, 2, 4, 5))
+    report = deviceless.compile_for(gradient, *(jax.ShapeDtypeStruct(*each) for each in shapes))
+    ours = {each.name.split("__")[0] for each in report.kernels if each.pallas}
+    assert ours == {"token_sort_rank", "lora_shrink", "lora_expand", "lora_outer"}
+    assert report.graphs == 1 and not report.outside
