@@ -127,7 +127,7 @@ def all_slots(
         out_shape=shape_varying_like(
             x, (planes, num_tokens, num_slots, column_blocks * blocks.rank), jnp.float32
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=blocks.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name="all_slots_shrink",
     )(first_slot, ids, ranks, gates.astype(jnp.float32), x, lora_a)
@@ -137,7 +137,7 @@ def all_slots(
         out_shape=shape_varying_like(base, base.shape, base.dtype),
         input_output_aliases={5: 0},
         # Pipelined, every plane of h would stand in shared memory twice.
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=1),
         interpret=interpret,
         name="all_slots_expand",
     )(first_slot, ids, ranks, h, lora_b, base)

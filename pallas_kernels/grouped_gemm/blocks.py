@@ -64,20 +64,26 @@ def choose_blocks(
         planes *= 2
     while programs * parts < 264 and 2 * parts * outer <= d_out:
         parts *= 2
+    columns = max(16, min(columns, power_of_two(rank)))
+    # A warp multiplies 16 × 8 at least: four would do the work of two where h has 16 columns.
+    warps = 2 if columns == 16 and rows <= 32 else 4
     return Blocks(
         rows=rows,
-        rank=max(16, min(columns, power_of_two(rank))),
+        rank=columns,
         inner=inner,
         outer=outer,
         planes=planes,
         parts=parts,
-        warps=8 if rows >= 128 or (float16 and reload) else 4,
+        warps=8 if rows >= 128 or (float16 and reload) else warps,
     )
 
 
-def is_fused(*, num_tokens: int, rank: int) -> bool:
-    """Whether h stays in registers: there are tiles enough without planes, and h is one block."""
-    return num_tokens >= 4096 and rank <= 64
+def is_fused(*, num_tokens: int, rank: int, width: int = 1) -> bool:
+    """Whether h stays in registers: there are tiles enough without planes, and h is one block.
+
+    A tile of `width` adapters holds as many blocks.
+    """
+    return num_tokens >= 4096 and rank <= 64 and width * rank <= 128
 
 
 def power_of_two(n: int) -> int:

@@ -87,7 +87,9 @@ def forward(
     ranks: Sequence[Int[Array, " LK"]],
 ) -> list[Float[Array, "N F"]]:
     """y of every projection: one launch for h of all that can share it, one for each y."""
-    if len(lora_a) == 1 and is_fused(num_tokens=update.num_tokens, rank=lora_a[0].shape[1]):
+    width = update.tiles.adapters.shape[2]
+    rank = lora_a[0].shape[1]
+    if len(lora_a) == 1 and is_fused(num_tokens=update.num_tokens, rank=rank, width=width):
         return [fused(update, x, lora_a[0], lora_b[0], base[0], ranks[0])]
     h = _shared_shrink(update, x, lora_a, lora_b, ranks)
     return [
