@@ -2,9 +2,11 @@
 #   PYTHON       interpreter for a new environment (default: the first Python >= 3.11 found)
 #   VENV         where the environment lies (default .venv; one made by hand is used as it is)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-x tests/routing"
+#   DEVICELESS_ARGS  what to compile for an H200, e.g. DEVICELESS_ARGS="--num_tokens 1024 --rank 64"
 VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
+DEVICELESS_ARGS ?=
 ORACLES := tests/parity/requirements.txt
 CHECKED := run.py molora_jax pallas_kernels experiments
 
@@ -47,6 +49,7 @@ test: $(VENV)/.installed-dev
 
 test-long: $(VENV)/.installed-dev
 	$(python) -m pytest $(PARALLEL) -m "not ($(NEEDS_MORE))" $(PYTEST_ARGS)
+	$(MAKE) deviceless VENV=.venv-deviceless DEVICELESS_ARGS=--all
 
 # The two that install much more; give each an environment of its own: make parity VENV=.venv-parity
 parity: $(VENV)/.installed-oracles
@@ -54,7 +57,7 @@ parity: $(VENV)/.installed-oracles
 
 deviceless: $(VENV)/.installed-deviceless
 	$(python) -m pytest -m deviceless $(PYTEST_ARGS)
-	$(python) -m pallas_kernels.deviceless
+	$(python) -m pallas_kernels.deviceless $(DEVICELESS_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check .

@@ -13,22 +13,22 @@ import jax
 
 from pallas_kernels import cost
 from pallas_kernels.paths import Path
-from pallas_kernels.token_sort import num_groups
+from pallas_kernels.shapes import ProblemSize
 
 STRATEGIES = ("all_slots", "grouped", "bgmv", "reference")
 BACKENDS = ("xla", "triton", "interpret")
 
 
 def check_names(strategy: str, backend: str) -> None:
-    """Raises ValueError for a name that is none of ours, NotImplementedError for what cannot run."""
+    """Raises ValueError for an unknown name, NotImplementedError for what cannot run."""
     _check_name("strategy", strategy, STRATEGIES)
     _check_name("backend", backend, BACKENDS)
     if backend in ("auto", "xla"):
         return
-    if strategy in ("all_slots", "reference"):
+    if strategy == "reference":
         raise NotImplementedError(
-            f"strategy {strategy!r} has no kernel of its own: XLA runs it on CPU and GPU. "
-            "Use backend='xla' or 'auto', or strategy='grouped' or 'bgmv'"
+            "strategy 'reference' has no kernel: XLA runs it on CPU and GPU. Use backend='xla' or "
+            "'auto', or another strategy"
         )
     if reason := kernels_missing():
         raise NotImplementedError(f"backend {backend!r}: {reason}. Use backend='xla' or 'auto'")
@@ -39,9 +39,7 @@ def check_names(strategy: str, backend: str) -> None:
         )
 
 
-def paths(
-    strategy: str, backend: str, size: cost.Size, *, wide: bool = False
-) -> dict[str, Path]:
+def paths(strategy: str, backend: str, size: ProblemSize, *, wide: bool = False) -> dict[str, Path]:
     """The path for each platform: {"cuda": ..., "default": ...}, or "default" alone.
 
     Args:
@@ -52,7 +50,7 @@ def paths(
     if backend == "auto":
         found = {"default": _path(strategy, "xla", size, cost.CPU)}
         if cuda_at_hand() and not kernels_missing() and not wide:
-            name = "xla" if strategy in ("all_slots", "reference") else "triton"
+            name = "xla" if strategy == "reference" else "triton"
             found["cuda"] = _path(strategy, name, size, cost.H200)
         return found
     if wide and backend != "xla":
@@ -61,15 +59,22 @@ def paths(
     return {"default": _path(strategy, backend, size, device)}
 
 
-def _path(strategy: str, backend: str, size: cost.Size, device: cost.Device) -> Path:
+def _path(strategy: str, backend: str, size: ProblemSize, device: cost.Device) -> Path:
     if strategy == "auto":
         return cost.choose(size, device, backend)
-    return cost.path(strategy, backend, size)
+    return cost.path(strategy, backend, size, device)
 
 
-def explain(size: cost.Size, device: cost.Device = cost.H200) -> str:
-    """The estimate of every path for one projection, best first, as a table."""
-    return cost.explain(size, device)
+def explain(size: ProblemSize, device: str = "h200") -> str:
+    """What `auto` compares for one projection: the estimate of every path, best first, as a table.
+
+    Args:
+      size: N, k, K, R, D and F.
+      device: h200, for bfloat16 inputs, or cpu, for float32 ones.
+    """
+    if device not in cost.DEVICES:
+        raise ValueError(f"device is {device!r}; expected one of {', '.join(cost.DEVICES)}")
+    return cost.explain(size, cost.DEVICES[device])
 
 
 @functools.cache
@@ -86,7 +91,8 @@ def cuda_at_hand() -> bool:
     """Whether a program traced now may run on an NVIDIA GPU, one that is only compiled for too."""
     compiled_for = jax.sharding.get_abstract_mesh().abstract_device
     if compiled_for is not None:
-        return compiled_for.platform == "cuda"
+        # A mesh says "gpu" where a compilation for a named device says "cuda".
+        return compiled_for.platform in ("cuda", "gpu") and "NVIDIA" in compiled_for.device_kind
     return _cuda_in_process()
 
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.arrays import Array, Float, Int
-from pallas_kernels.grouped_gemm.blocks import choose_blocks
+from pallas_kernels.grouped_gemm.blocks import all_slots_rows, choose_blocks
 from pallas_kernels.grouped_gemm.triton import Rows, load_rows, load_weight, shrink_rows, wide_dot
 from pallas_kernels.numerics import shape_varying_like
 
@@ -37,8 +37,7 @@ def all_slots(
     """Slot u of layer l lies at l·K + u, with first_slot = l·K; ids outside [0, K) are none."""
     num_tokens, top_k = ids.shape
     rank, d_out = lora_b.shape[1:]
-    # Without a sort a block may be as low as fills the machine.
-    block = 16 if num_tokens <= 256 else 32 if num_tokens <= 1024 else 64
+    block = all_slots_rows(num_tokens)
     blocks_for = functools.partial(
         choose_blocks,
         block=block,
@@ -67,9 +66,8 @@ def all_slots(
         tile, slot, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         plane, column = part // column_blocks, part % column_blocks * blocks.rank
         rows, at = rows_of(tile), first_ref[0] + slot
-        (h,) = shrink_rows(
-            x_ref, [a_ref], [ranks_ref[at]], at, rows, column, plane * in_steps, in_steps
-        )
+        weights = [(a_ref, at, ranks_ref[at])]
+        (h,) = shrink_rows(x_ref, weights, rows, column, plane * in_steps, in_steps)
         keep, gate = jnp.zeros(blocks.rows, jnp.bool_), jnp.zeros(blocks.rows, jnp.float32)
         for j in range(top_k):
             chosen = rows.inside & (choice(ids_ref, rows, j) == slot)

@@ -78,12 +78,17 @@ def choose_blocks(
     )
 
 
-def is_fused(*, num_tokens: int, rank: int, width: int = 1) -> bool:
-    """Whether h stays in registers: there are tiles enough without planes, and h is one block.
+def all_slots_rows(num_tokens: int) -> int:
+    """Rows of a block that is not sorted: as low as fills the machine."""
+    return 16 if num_tokens <= 256 else 32 if num_tokens <= 1024 else 64
 
-    A tile of `width` adapters holds as many blocks.
+
+def is_fused(*, num_tokens: int, rank: int, width: int) -> bool:
+    """Whether h stays in registers: tiles enough without planes, and a block or two of columns.
+
+    A tile of `width` adapters holds a block for each.
     """
-    return num_tokens >= 4096 and rank <= 64 and width * rank <= 128
+    return num_tokens >= 4096 and rank <= 64 and width <= 2
 
 
 def power_of_two(n: int) -> int:

@@ -81,12 +81,12 @@ class Update:
 def forward(
     update: Update,
     x: Float[Array, "N D"],
-    lora_a: Sequence[Float[Array, "LK R D"]],
-    lora_b: Sequence[Float[Array, "LK R F"]],
-    base: Sequence[Float[Array, "N F"]],
+    lora_a: Sequence[Array],
+    lora_b: Sequence[Array],
+    base: Sequence[Array],
     ranks: Sequence[Int[Array, " LK"]],
-) -> list[Float[Array, "N F"]]:
-    """y of every projection: one launch for h of all that can share it, one for each y."""
+) -> list[Array]:
+    """y (N, F) of every projection, R and F its own: one launch for every h, one for each y."""
     width = update.tiles.adapters.shape[2]
     rank = lora_a[0].shape[1]
     if len(lora_a) == 1 and is_fused(num_tokens=update.num_tokens, rank=rank, width=width):
@@ -101,9 +101,9 @@ def forward(
 def gradients(
     update: Update,
     x: Float[Array, "N D"],
-    lora_a: Sequence[Float[Array, "LK R D"]],
-    lora_b: Sequence[Float[Array, "LK R F"]],
-    dy: Sequence[Float[Array, "N F"]],
+    lora_a: Sequence[Array],
+    lora_b: Sequence[Array],
+    dy: Sequence[Array],
     ranks: Sequence[Int[Array, " LK"]],
     *,
     ids: Int[Array, "N k"],
@@ -165,21 +165,26 @@ def shrink(
     Entries without a tile are not written.
     """
     passes, _, width = update.tiles.adapters.shape
-    programs = update.programs(blocks)
     column_blocks = pl.cdiv(weights[0].shape[1], blocks.rank)
     steps = pl.cdiv(pl.cdiv(x.shape[1], blocks.inner), blocks.planes)
     shape = (blocks.planes, update.num_entries, len(weights), column_blocks * blocks.rank)
 
     def kernel(tile_refs, x_ref, *refs):
         weight_refs, rank_refs, h_ref = refs[: len(weights)], refs[len(weights) : -1], refs[-1]
-        program, c, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+        program, part = pl.program_id(0), pl.program_id(1)
         plane, column = part // column_blocks, part % column_blocks * blocks.rank
-        slot, rows = _tile(tile_refs, program // programs, program % programs, c, update, blocks)
+        # The adapters of a tile follow one another, as they read the same x; and so do the passes,
+        # whose tiles of one number mostly use the same adapter.
+        c, tile = program % width, program // width
+        slot, rows = _tile(tile_refs, tile % passes, tile // passes, c, update, blocks)
 
         @pl.when(slot.known & (rows.count > 0))
         def _():
-            own = [ref[slot.at] for ref in rank_refs]
-            h = shrink_rows(x_ref, weight_refs, own, slot.at, rows, column, plane * steps, steps)
+            given = [
+                (ref, slot.at, ranks_ref[slot.at])
+                for ref, ranks_ref in zip(weight_refs, rank_refs, strict=True)
+            ]
+            h = shrink_rows(x_ref, given, rows, column, plane * steps, steps)
             for w, each in enumerate(h):
                 columns = column + jnp.arange(blocks.rank, dtype=jnp.int32)
                 plgpu.store(
@@ -191,7 +196,7 @@ def shrink(
     return update.launch(
         "lora_shrink",
         kernel,
-        (passes * programs, width, blocks.planes * column_blocks),
+        (update.programs(blocks) * passes * width, blocks.planes * column_blocks),
         shape_varying_like(x, shape, jnp.float32),
         blocks,
         x,
@@ -265,14 +270,15 @@ def fused(
 
             @pl.when(tiles[0][1].count > 0)
             def _():
+                own = [jnp.where(slot.known, ranks_ref[slot.at], 0) for slot, _ in tiles]
+                given = [(a_ref, slot.at, r) for (slot, _), r in zip(tiles, own, strict=True)]
+                found = shrink_rows(x_ref, given, tiles[0][1], jnp.int32(0), 0, in_steps)
                 members = []
-                for slot, rows in tiles:
-                    own = jnp.where(slot.known, ranks_ref[slot.at], 0)
-                    (h,) = shrink_rows(
-                        x_ref, [a_ref], [own], slot.at, rows, jnp.int32(0), 0, in_steps
-                    )
-                    gated = h * _load_gates(gates_ref, rows)[:, None]
-                    members.append((slot.at, own, lambda _, gated=gated: gated, rows))
+                for (slot, rows), r, h in zip(tiles, own, found, strict=True):
+                    # A row whose set is smaller has no entry, and no gate that is not zero.
+                    gate = _load_gates(gates_ref, rows)
+                    gated = jnp.where(rows.live[:, None], h * gate[:, None], 0)
+                    members.append((slot.at, r, lambda _, gated=gated: gated, rows))
                 _expand_rows(members, b_ref, base_ref, y_ref, 0, out_steps)
 
         return update.launch(
@@ -392,28 +398,28 @@ def _tile(tile_refs, p, program, c, update: Update, blocks: Blocks) -> tuple[_Sl
     return _Slot(first_ref[0], adapters_ref[p, t, c]), rows
 
 
-def shrink_rows(x_ref, weight_refs, ranks, at, rows: Rows, first_column, first, steps):
-    """x[token]·A[at]ᵀ over `steps` blocks of D from block `first`, for every projection."""
+def shrink_rows(x_ref, weights, rows: Rows, first_column, first, steps):
+    """x[token]·A[at]ᵀ over `steps` blocks of D from block `first`, for each (A's ref, at, rank).
+
+    x is read once for all of them.
+    """
     blocks = rows.blocks
     column = first_column + jnp.arange(blocks.rank, dtype=jnp.int32)
 
     def add(step, sums):
         inner = (first + step) * blocks.inner + jnp.arange(blocks.inner, dtype=jnp.int32)
         x = load_rows(x_ref, rows, inner)
-        weights = [
-            load_weight(ref, at, column, inner, rank)
-            for ref, rank in zip(weight_refs, ranks, strict=True)
-        ]
-        return tuple(total + _exact_dot(x, a.T) for total, a in zip(sums, weights, strict=True))
+        loaded = [load_weight(ref, at, column, inner, rank) for ref, at, rank in weights]
+        return tuple(total + _exact_dot(x, a.T) for total, a in zip(sums, loaded, strict=True))
 
     zeros = jnp.zeros((blocks.rows, blocks.rank), jnp.float32)
     # No adapter has columns past its rank, so blocks of them cost neither bytes nor products.
-    used = first_column < functools.reduce(jnp.maximum, ranks)
-    sums = lax.fori_loop(0, steps * used.astype(jnp.int32), add, (zeros,) * len(weight_refs))
+    used = first_column < functools.reduce(jnp.maximum, [rank for _, _, rank in weights])
+    sums = lax.fori_loop(0, steps * used.astype(jnp.int32), add, (zeros,) * len(weights))
     # Selected, as an x that is not finite times a masked zero is NaN.
     return [
         jnp.where((column < rank)[None, :], total, 0)
-        for rank, total in zip(ranks, sums, strict=True)
+        for (_, _, rank), total in zip(weights, sums, strict=True)
     ]
 
 

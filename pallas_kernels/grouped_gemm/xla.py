@@ -32,21 +32,26 @@ def grouped(
 
     def add_tile(tokens, members, y):
         x_tile = _rows(x, tokens)
-        out = zeros_varying_like(y, (tokens.shape[0], y.shape[1]), dtype)
-        for slot, entries in members:
 
-            def add(out, slot=slot, entries=entries):
-                h = _shrink(x_tile, lora_a[slot], in_rank[slot], dtype)
-                # The gate multiplies R numbers of a row and not its F outputs.
-                gated = h * _entries(gates, entries)[:, None]
-                return out + matmul(gated, lora_b[slot], contract=(1, 0), dtype=dtype)
+        def update(slot, gate):
+            h = _shrink(x_tile, lora_a[slot], in_rank[slot], dtype)
+            # The gate multiplies R numbers of a row and not its F outputs.
+            return matmul(h * gate, lora_b[slot], contract=(1, 0), dtype=dtype)
 
-            out = _if_there(slot, len(members), add, out)
+        (slot, _, gate), *others = members  # a live tile has its first adapter
+        out = update(slot, gate)
+        for slot, _, gate in others:
+            out = lax.cond(
+                slot >= 0,
+                lambda out, slot, gate: out + update(slot, gate),
+                lambda out, slot, gate: out,
+                out, slot, gate,
+            )  # fmt: skip
         # Tiles follow one another, so the sum over k is in a fixed order. Not declared unique: a
         # token that names an adapter twice may stand twice in its tile.
         return y.at[tokens].add(out, mode="drop")
 
-    y = _over_tiles(add_tile, base.astype(dtype), tiles, gates.shape)
+    y = _over_tiles(add_tile, base.astype(dtype), tiles, gates)
     return y.astype(base.dtype)
 
 
@@ -72,11 +77,10 @@ def grouped_gradients(
 
     def add_tile(tokens, members, gradients):
         x_tile, dy_tile = _rows(x, tokens), _rows(wide_dy, tokens)
-        for slot, entries in members:
+        for slot, entries, gate in members:
 
-            def add(gradients, slot=slot, entries=entries):
+            def add(gradients, slot=slot, entries=entries, gate=gate):
                 dx, d_lora_a, d_lora_b, d_gates = gradients
-                gate = _entries(wide_gates, entries)[:, None]
                 h = _shrink(x_tile, lora_a[slot], in_rank[slot], dtype)
                 d_gated = matmul(dy_tile, lora_b[slot], contract=(1, 1), dtype=dtype)
                 d_gated = jnp.where(in_rank[slot][None, :], d_gated, 0)
@@ -94,7 +98,7 @@ def grouped_gradients(
 
     flat = (x.shape, lora_a.shape, lora_b.shape, (gates.size,))
     zeros = tuple(zeros_varying_like(dy, shape, dtype) for shape in flat)
-    dx, d_lora_a, d_lora_b, d_gates = _over_tiles(add_tile, zeros, tiles, gates.shape)
+    dx, d_lora_a, d_lora_b, d_gates = _over_tiles(add_tile, zeros, tiles, wide_gates)
     return (
         dx.astype(x.dtype),
         d_lora_a.astype(lora_a.dtype),
@@ -103,28 +107,32 @@ def grouped_gradients(
     )
 
 
-def _over_tiles(add_tile, carry, tiles: Tiles, shape: tuple[int, int]):
-    """Folds `add_tile(tokens, [(slot, entries), ...], carry)` over the live tiles.
+def _over_tiles(add_tile, carry, tiles: Tiles, gates: Float[Array, "N k"]):
+    """Folds `add_tile(tokens, [(slot, entries, gate), ...], carry)` over the live tiles.
 
     tokens (block,) are N and entries (block,) M = N·k past a tile's end, where a gather fills in
-    zeros and a scatter drops.
+    zeros and a scatter drops; the gates (block, 1) are zero there.
     """
-    num_tokens, top_k = shape
+    num_tokens, top_k = gates.shape
     passes, _, width = tiles.adapters.shape
     if num_tokens == 0:
         return carry  # no tile to index
-    lane = jnp.arange(tiles.block, dtype=jnp.int32)
+    lane = jnp.arange(tiles.block, dtype=jnp.int32)[None]
     for p in range(passes):
         entries_of, start, rows, adapters = (
             leaf[p] for leaf in (tiles.entries, tiles.start, tiles.rows, tiles.adapters)
         )
+        # Indices of all tiles at once: inside the loop they would be a dozen small operations.
+        row = jnp.where(lane < rows[:, None], start[:, None] + lane, entries_of.shape[0])
+        entries = entries_of.at[row].get(mode="fill", fill_value=num_tokens * top_k)
+        gate = gates.reshape(-1).at[entries].get(mode="fill", fill_value=0)
+        tokens = entries[:, :, 0] // top_k
 
-        def body(t, carry, entries_of=entries_of, start=start, rows=rows, adapters=adapters):
-            row = jnp.where(lane < rows[t], start[t] + lane, entries_of.shape[0])
-            none = num_tokens * top_k
-            entries = entries_of.at[row].get(mode="fill", fill_value=none)
-            members = [(adapters[t, c], entries[:, c]) for c in range(width)]
-            return add_tile(entries[:, 0] // top_k, members, carry)
+        def body(t, carry, tokens=tokens, entries=entries, gate=gate, adapters=adapters):
+            members = [
+                (adapters[t, c], entries[t, :, c], gate[t, :, c, None]) for c in range(width)
+            ]
+            return add_tile(tokens[t], members, carry)
 
         carry = lax.fori_loop(0, jnp.sum(rows > 0, dtype=jnp.int32), body, carry)
     return carry
@@ -137,10 +145,6 @@ def _if_there(slot, width: int, add, carry):
 
 def _rows(values: Float[Array, "N C"], tokens: Int[Array, " block"]) -> Float[Array, "block C"]:
     return values.at[tokens].get(mode="fill", fill_value=0)
-
-
-def _entries(gates: Float[Array, "N k"], entries: Int[Array, " block"]) -> Float[Array, " block"]:
-    return gates.reshape(-1).at[entries].get(mode="fill", fill_value=0)
 
 
 def _shrink(x_tile, lora_a, in_rank, dtype) -> Float[Array, "block R"]:

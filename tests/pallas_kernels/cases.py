@@ -12,7 +12,7 @@ from pallas_kernels.shapes import ProblemSize, workload
 
 # A way is a strategy, with the backend behind a colon where it is not XLA.
 STRATEGIES = ["all_slots", "grouped", "bgmv", "reference"]
-KERNELS = ["grouped:interpret", "bgmv:interpret"]
+KERNELS = ["all_slots:interpret", "grouped:interpret", "bgmv:interpret"]
 WAYS = [*STRATEGIES, *KERNELS]
 
 # Hundreds of small programs are compiled once and run once: half the time without optimisation.

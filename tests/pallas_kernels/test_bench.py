@@ -120,7 +120,8 @@ def test_the_floor_of_the_papers_size():
 
 
 def test_the_choice_of_auto_is_a_strategy():
-    assert bench.choice_of_auto(dataclasses.replace(SIZE, num_slots=64)) == "grouped"
+    wide = {"num_tokens": 2048, "d_in": 1024, "d_out": 1024, "rank": 64, "num_slots": 64}
+    assert bench.choice_of_auto(dataclasses.replace(SIZE, **wide)) == "grouped"
 
 
 def test_active_adapters_are_those_in_use():

@@ -10,8 +10,8 @@ import pytest
 
 from pallas_kernels import DispatchPlan, Routing, lora_delta, make_plan
 from pallas_kernels.checks import check_operands, check_ranks, check_routing
+from pallas_kernels.cost import CPU, H200, choose, path
 from pallas_kernels.shapes import SMOLLM2, WORKLOADS, ProblemSize, workload
-from pallas_kernels.strategy import block_rows, choose
 from tests.helpers import assert_close, count_compilations
 from tests.pallas_kernels.cases import STRATEGIES, expected, jit, make_case
 
@@ -33,7 +33,7 @@ def test_only_grouped_plans():
 def test_a_plan_serves_every_projection_and_any_gates(strategy):
     case = make_case(SIZE)
     plan = make_plan(case.routing, 5, strategy="grouped", block=8)
-    assert plan.block == 8
+    assert plan.tiles["default"].block == 8
 
     @jit
     def run(gates, plan):
@@ -48,36 +48,67 @@ def test_a_plan_serves_every_projection_and_any_gates(strategy):
 
 @pytest.mark.parametrize("size", SMOLLM2.values(), ids=SMOLLM2)
 def test_auto_takes_all_slots_where_most_are_used(size):
-    assert choose(num_tokens=512, top_k=size.top_k, num_slots=size.num_slots) == "all_slots"
+    assert choose(size, CPU).strategy == "all_slots"
 
 
 def test_auto_agrees_between_plan_and_projection():
-    few = ProblemSize(num_tokens=45, d_in=12, d_out=10, rank=3, num_slots=4, top_k=2)
-    many = dataclasses.replace(few, num_slots=9)
-    assert make_plan(workload("uniform", few), 4) is None
-    plan = make_plan(workload("uniform", many), 9)
-    assert isinstance(plan, DispatchPlan)
+    few = ProblemSize(num_tokens=45, d_in=12, d_out=10, rank=3, num_slots=2, top_k=2)
+    many = dataclasses.replace(few, num_tokens=400, d_in=256, rank=40, num_slots=90)
     for size in (few, many):
         case = make_case(size)
         plan = make_plan(case.routing, size.num_slots)
         program = str(jax.make_jaxpr(lambda c=case, p=plan: call(c, plan=p))())
-        assert ("while" in program) == (plan is not None)
+        chosen = choose(size, CPU)
+        assert ("while" in program) == (chosen.strategy == "grouped") == (size is many)
         assert " sort" not in program, "the sort is the plan's"
+        tiles = plan.tiles["default"]
+        found = path("grouped", "xla", size, CPU)
+        assert (tiles.layout, tiles.block) == (found.layout, found.block)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "slots", "strategy"),
-    [(16, 8, "all_slots"), (16, 9, "grouped"), (512, 8, "grouped"), (1, 64, "grouped")],
+    ("device", "backend"), [(CPU, "xla"), (H200, "triton")], ids=["cpu", "h200"]
 )
-def test_auto_takes_all_slots_for_few_tokens_and_few_slots(tokens, slots, strategy):
-    assert choose(num_tokens=tokens, top_k=1, num_slots=slots) == strategy
+def test_a_plan_suits_projections_of_every_width(device, backend):
+    """It is made before they are known."""
+    for num_tokens, num_slots in ((1, 4), (100, 8), (3000, 8), (3000, 64)):
+        size = ProblemSize(
+            num_tokens=num_tokens, d_in=1, d_out=1, rank=1, num_slots=num_slots, top_k=2
+        )
+        wide = dataclasses.replace(size, d_in=4096, d_out=11008, rank=128)
+        assert path("grouped", backend, size, device) == path("grouped", backend, wide, device)
 
 
 @pytest.mark.parametrize(
-    ("entries", "slots", "rows"), [(1, 4, 1), (1024, 4, 128), (4096, 64, 64), (100, 3, 32)]
+    ("tokens", "top_k", "slots", "rows"),
+    # Shares of a half, 1024, 256, 64 and 50 rows.
+    [(1, 1, 2, 1), (2048, 2, 4, 272), (2048, 2, 16, 288), (2048, 2, 64, 80), (100, 1, 2, 65)],
 )
-def test_tiles_have_the_height_of_a_fair_share(entries, slots, rows):
-    assert block_rows(entries, slots) == rows
+def test_tiles_on_cpu_have_the_height_of_a_fair_share_and_a_margin(tokens, top_k, slots, rows):
+    size = ProblemSize(num_tokens=tokens, d_in=8, d_out=8, rank=4, num_slots=slots, top_k=top_k)
+    assert path("grouped", "xla", size, CPU).block == rows
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "rows"),
+    [(1, 4, 16), (1024, 4, 64), (1024, 64, 16), (65536, 4, 128), (65536, 1024, 64)],
+)
+def test_tiles_of_a_kernel_are_powers_of_two(tokens, slots, rows):
+    size = ProblemSize(num_tokens=tokens, d_in=8, d_out=8, rank=4, num_slots=slots, top_k=1)
+    assert path("grouped", "triton", size, H200).block == rows
+
+
+def test_a_plan_of_kernels_has_one_row_a_token():
+    routing = make_case(SIZE).routing
+    tiles = make_plan(routing, 5, strategy="grouped", backend="interpret").tiles["default"]
+    assert tiles.layout in ("passes", "sets")
+    assert tiles.block == 16
+    assert (
+        make_plan(routing, 5, strategy="grouped", backend="interpret", block=500)
+        .tiles["default"]
+        .block
+        == 128
+    )
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -177,7 +208,7 @@ def test_refusals_come_before_anything_is_compiled():
     with pytest.raises(ValueError, match=r"\[7, 1\] is 5"):
         make_plan(bad.routing, 5)
     assert compiled == []
-    check_ranks(case.ranks, 5, 3)
+    check_ranks(case.ranks, (5,), 3)
 
 
 @pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "grouped"])
@@ -200,13 +231,25 @@ def test_a_plan_of_other_sizes_is_refused_by_name():
         make_plan(case.routing, 5, strategy="grouped", block=0)
 
 
+def test_more_choices_than_slots_are_refused():
+    case = make_case(SIZE)
+    with pytest.raises(ValueError, match=r"2 choices a token, and the stack 1 slots; .*k ≤ K"):
+        make_plan(case.routing, 1)
+
+
+def test_a_plan_of_xla_is_refused_by_the_kernels():
+    case = make_case(SIZE)
+    plan = make_plan(case.routing, 5, strategy="grouped", backend="xla")
+    with pytest.raises(ValueError, match=r"made for backend 'xla'.*a row for each of its 2"):
+        call(case, strategy="grouped", backend="interpret", plan=plan)
+
+
 def test_what_is_not_there_says_what_is():
     case = make_case(SIZE)
-    with pytest.raises(NotImplementedError, match="'all_slots', 'grouped' and 'reference'"):
-        call(case, strategy="bgmv")
-    for backend in ("triton", "interpret"):
-        with pytest.raises(NotImplementedError, match="'xla', which runs every strategy"):
-            call(case, backend=backend)
+    with pytest.raises(NotImplementedError, match=r"'reference' has no kernel.*backend='xla'"):
+        call(case, strategy="reference", backend="interpret")
+    with pytest.raises(NotImplementedError, match=r"needs an NVIDIA GPU.*'interpret'"):
+        call(case, backend="triton")
     with pytest.raises(ValueError, match=r"'alslots'.*Did you mean 'all_slots'"):
         call(case, strategy="alslots")
     with pytest.raises(ValueError, match="backend is 'cuda'"):
