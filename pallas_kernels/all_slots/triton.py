@@ -134,8 +134,10 @@ def all_slots(
         grid=(num_tiles, blocks.parts),
         out_shape=shape_varying_like(base, base.shape, base.dtype),
         input_output_aliases={5: 0},
-        # Pipelined, every plane of h would stand in shared memory twice.
-        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=1),
+        # Pipelined, every plane of h would stand in shared memory twice. Two warps spill at 16 rows.
+        compiler_params=plgpu.CompilerParams(
+            num_warps=4 if blocks.rows == 16 else blocks.warps, num_stages=1
+        ),
         interpret=interpret,
         name="all_slots_expand",
     )(first_slot, ids, ranks, h, lora_b, base)
