@@ -93,6 +93,8 @@ def lora_deltas(
     R and F. Everything else, and what is raised, is as in `lora_delta`.
     """
     num_projections = len(lora_a)
+    if not num_projections:
+        raise ValueError("lora_a is empty; expected the stack of one projection or more")
     ranks = (None,) * num_projections if ranks is None else tuple(ranks)
     for name, each in (("lora_b", lora_b), ("ranks", ranks), ("bases", bases)):
         if each is not None and len(each) != num_projections:
@@ -199,9 +201,7 @@ def make_plan(
             )
         else:
             tiles[platform] = sort(path, ids, num_slots)
-    return DispatchPlan(
-        tiles=tiles, num_tokens=num_tokens, top_k=top_k, num_slots=num_slots, strategy=strategy
-    )
+    return DispatchPlan(tiles=tiles, adapter_ids=ids, num_slots=num_slots, strategy=strategy)
 
 
 @dataclasses.dataclass(frozen=True)

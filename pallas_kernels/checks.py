@@ -119,19 +119,30 @@ def check_ranks(ranks: Array, slots: tuple[int, ...], rank: int) -> None:
 
 
 def check_plan(plan: DispatchPlan, routing: Routing, num_slots: int, *, strategy: str) -> None:
-    """A plan fits one strategy and one set of shapes."""
+    """A plan fits one strategy, one set of shapes and, where they are known, the very same ids."""
     if strategy not in ("auto", "grouped"):
         raise ValueError(
             f"plan is a DispatchPlan, made for strategy 'grouped', and strategy is {strategy!r}, "
             "which needs none; pass plan=None, or strategy='grouped'"
         )
-    made_for = (plan.num_tokens, plan.top_k, plan.num_slots)
+    made_for = (*plan.adapter_ids.shape, plan.num_slots)
     given = (*routing.adapter_ids.shape, num_slots)
     if made_for != given:
         sizes = "{} tokens with {} choices over {} slots"
         raise ValueError(
             f"plan was made for {sizes.format(*made_for)}; this call has {sizes.format(*given)}. "
             "Make it from this routing: make_plan(routing, num_slots)"
+        )
+    sorted_ids, ids = plan.adapter_ids, routing.adapter_ids
+    if sorted_ids is ids or any(isinstance(each, jax.core.Tracer) for each in (sorted_ids, ids)):
+        return
+    other = np.argwhere(np.asarray(sorted_ids) != np.asarray(ids))
+    if len(other):
+        n, j = map(int, other[0])
+        raise ValueError(
+            f"plan was made of other ids: its adapter_ids[{n}, {j}] is {int(sorted_ids[n, j])} and "
+            f"the routing's {int(ids[n, j])} ({len(other)} differ). Make it from this routing: "
+            "make_plan(routing, num_slots)"
         )
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.all_slots.xla import all_slots
 from pallas_kernels.arrays import Array
 from pallas_kernels.bgmv.xla import bgmv
 from pallas_kernels.grouped_gemm.xla import grouped, grouped_gradients
-from pallas_kernels.numerics import known_ids, layer_of
+from pallas_kernels.numerics import accumulator_dtype, known_ids, layer_of
 from pallas_kernels.reference import reference
 from pallas_kernels.token_sort import adapter_order, token_sort
 from pallas_kernels.types import Indices, Operands, Tiles
@@ -111,13 +111,15 @@ def _gathered(operands: Operands, indices: Indices, found, dy) -> Operands:
             return gradient
         return jnp.zeros_like(stack).at[indices.layer].set(gradient)
 
-    dx = sum((each[0].astype(jnp.float32) for each in found[1:]), start=found[0][0])
-    d_gates = sum((each[3] for each in found[1:]), start=found[0][3])
+    def summed(which: int, like: Array) -> Array:
+        wide = accumulator_dtype(like)
+        return sum(each[which].astype(wide) for each in found).astype(like.dtype)
+
     return Operands(
-        x=dx.astype(operands.x.dtype),
+        x=summed(0, operands.x),
         lora_a=tuple(stacked(a, each[1]) for a, each in zip(operands.lora_a, found, strict=True)),
         lora_b=tuple(stacked(b, each[2]) for b, each in zip(operands.lora_b, found, strict=True)),
-        gates=d_gates,
+        gates=summed(3, operands.gates),
         base=dy,
     )
 

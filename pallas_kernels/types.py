@@ -57,9 +57,8 @@ class DispatchPlan:
     the platform there are tiles for each; inside `jit` those of the others are dead code.
     """
 
-    tiles: Mapping[str, Tiles]  # by backend
-    num_tokens: int = dataclasses.field(metadata={"static": True})
-    top_k: int = dataclasses.field(metadata={"static": True})
+    tiles: Mapping[str, Tiles]  # by platform, "default" for any other
+    adapter_ids: Int[Array, "N k"]  # what was sorted, to notice another Routing
     num_slots: int = dataclasses.field(metadata={"static": True})
     strategy: str = dataclasses.field(metadata={"static": True})  # as asked for: grouped, or auto
 

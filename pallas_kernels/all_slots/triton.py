@@ -134,7 +134,7 @@ def all_slots(
         grid=(num_tiles, blocks.parts),
         out_shape=shape_varying_like(base, base.shape, base.dtype),
         input_output_aliases={5: 0},
-        # Pipelined, every plane of h would stand in shared memory twice. Two warps spill at 16 rows.
+        # Pipelined, each plane of h would stand in shared memory twice; two warps spill at 16 rows.
         compiler_params=plgpu.CompilerParams(
             num_warps=4 if blocks.rows == 16 else blocks.warps, num_stages=1
         ),

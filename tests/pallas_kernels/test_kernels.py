@@ -228,6 +228,28 @@ def test_projections_that_share_x_equal_each_alone(way):
         assert names.count("lora_expand") == 3 * plan.tiles["default"].entries.shape[0]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_halves_are_summed_over_projections_in_float32(way):
+    half = make_case(SIZE, dtype=jnp.bfloat16)
+
+    def loss(x, gates):
+        routing = Routing(half.routing.adapter_ids, gates)
+        ys = lora_deltas(x, [half.lora_a] * 3, [half.lora_b] * 3, routing, **how(way))
+        return sum(jnp.sum(y.astype(jnp.float32)) for y in ys)
+
+    def once(x, gates):
+        routing = Routing(half.routing.adapter_ids, gates)
+        y = lora_delta(x, half.lora_a, half.lora_b, routing, strategy="reference")
+        return 3 * jnp.sum(y.astype(jnp.float32))
+
+    found, wanted = (
+        jit(jax.grad(each, argnums=(0, 1)))(half.x, half.routing.gates) for each in (loss, once)
+    )
+    assert found[0].dtype == jnp.bfloat16 and found[1].dtype == jnp.float32
+    for a, b in zip(found, wanted, strict=True):
+        assert_close(a, b, jnp.bfloat16, terms=4)
+
+
 @every_kernel
 def test_tokens_in_another_order_give_their_rows_in_that_order(way):
     case = make_case(dataclasses.replace(SIZE, num_tokens=90), "zipf")
@@ -287,6 +309,22 @@ def test_bad_stacks_and_projections_are_refused():
             lora_delta(case.x, *stack, case.routing, layer=0, ranks=case.ranks)
         with pytest.raises(ValueError, match="lora_b holds 1 projections and lora_a 2"):
             lora_deltas(case.x, [case.lora_a] * 2, [case.lora_b], case.routing)
+        with pytest.raises(ValueError, match="lora_a is empty"):
+            lora_deltas(case.x, [], [], case.routing)
+
+
+def test_a_plan_of_other_ids_is_refused():
+    case = make_case(SIZE)
+    plan = make_plan(case.routing, 5, strategy="grouped")
+    other = with_ids(case.routing, {(7, 1): 4 - int(case.routing.adapter_ids[7, 1])})
+    with pytest.raises(ValueError, match=r"plan was made of other ids: its adapter_ids\[7, 1\]"):
+        lora_delta(case.x, case.lora_a, case.lora_b, other, plan=plan)
+    same = Routing(np.array(case.routing.adapter_ids), case.routing.gates)
+    assert_close(
+        lora_delta(case.x, case.lora_a, case.lora_b, same, ranks=case.ranks, plan=plan),
+        expected(case, with_base=False),
+        terms=20,
+    )
 
 
 def test_blocks_fill_the_machine_where_tiles_are_few():
