@@ -278,17 +278,3 @@ def _seconds(run: Callable, arguments: tuple) -> float:
     start = time.perf_counter()
     jax.block_until_ready(run(*arguments))
     return time.perf_counter() - start
-
-
-def floor_bytes(size: ProblemSize, *, active: int, itemsize: int) -> int:
-    """What no kernel can avoid moving: x, the active adapters, base in, y out, ids and gates.
-
-    N·D + E·R·(D + F) + 2·N·F numbers; for k > 1 too they are read and written once.
-    """
-    n, d, f = size.num_tokens, size.d_in, size.d_out
-    return itemsize * (n * d + active * size.rank * (d + f) + 2 * n * f) + 8 * n * size.top_k
-
-
-def flops(size: ProblemSize) -> int:
-    """Of the routed update, each token's own adapters alone: 2·N·k·R·(D + F)."""
-    return 2 * size.num_tokens * size.top_k * size.rank * (size.d_in + size.d_out)

@@ -107,18 +107,25 @@ def active_adapters(draws: int, num_slots: int) -> float:
     return num_slots * -math.expm1(draws * math.log1p(-1 / num_slots))
 
 
-def floor_bytes(size: Size, device: Device) -> float:
-    """x, the weights of the active adapters, base, y, and an index a token."""
-    n, item = size.num_tokens, device.itemsize
-    active = active_adapters(n * size.top_k, size.num_slots)
+def floor_bytes(size: Size, *, itemsize: int, active: float | None = None) -> float:
+    """What no path can avoid: x, the weights of the active adapters, base, y, an index a token.
+
+        itemsize·(N·D + E·R·(D + F) + 2·N·F) + 4·N
+
+    for any k. E is `active` where the adapters in use were counted, else what is expected.
+    """
+    n = size.num_tokens
+    if active is None:
+        active = active_adapters(n * size.top_k, size.num_slots)
     weights = active * size.rank * (size.d_in + size.d_out)
-    return float(item * (n * size.d_in + weights + 2 * n * size.d_out) + 4 * n)
+    return float(itemsize * (n * size.d_in + weights + 2 * n * size.d_out) + 4 * n)
 
 
-def floor_seconds(size: Size, device: Device) -> float:
+def floor_seconds(size: Size, device: Device, *, active: float | None = None) -> float:
     """The slower of the floor's bytes and the products that no path can leave out."""
     products = 2 * size.num_tokens * size.top_k * size.rank * (size.d_in + size.d_out)
-    return max(floor_bytes(size, device) / device.bytes_per_s, products / device.products_per_s)
+    least = floor_bytes(size, itemsize=device.itemsize, active=active)
+    return max(least / device.bytes_per_s, products / device.products_per_s)
 
 
 # --- tiles ----------------------------------------------------------------------------------------
@@ -402,7 +409,7 @@ def choose(size: Size, device: Device, backend: str = "auto") -> Path:
 def explain(size: Size, device: Device, backend: str = "auto") -> str:
     """A table of `candidates`, shortest first, with the choice marked."""
     chosen = choose(size, device, backend)
-    least = max(1, floor_bytes(size, device))
+    least = max(1, floor_bytes(size, itemsize=device.itemsize))
     paths = candidates(size, device, backend)
     paths += [
         each for each in _sorted_paths("grouped", paths[0].backend, size) if each not in paths

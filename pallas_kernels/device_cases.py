@@ -15,9 +15,6 @@ from pallas_kernels.api import make_plan
 from pallas_kernels.baselines import BASELINES
 from pallas_kernels.shapes import ProblemSize
 
-# An H200: what a large copy moves, and dense bfloat16 products.
-BYTES_PER_S, FLOP_PER_S = 4.3e12, 790e12
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scale:

@@ -30,10 +30,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import bench
 from pallas_kernels.baselines import BASELINES, HOST
+from pallas_kernels.cost import H200, floor_seconds
 from pallas_kernels.device_cases import (
-    BYTES_PER_S,
     CONSTANTS,
-    FLOP_PER_S,
     GPU,
     TINY,
     Case,
@@ -205,10 +204,9 @@ class Check:
             warm_up=3,
             budget_s=max(1.0, min(8.0, self.left() / 4)),
         )
-        itemsize = jnp.dtype(self.scale.dtype).itemsize
         size, active = case.size, inputs.active
-        moved = bench.floor_bytes(size, active=active, itemsize=itemsize)
-        floor = max(moved / BYTES_PER_S, bench.flops(size) / FLOP_PER_S)
+        device = dataclasses.replace(H200, itemsize=jnp.dtype(self.scale.dtype).itemsize)
+        floor = floor_seconds(size, device, active=active)
         for name in arms:
             low, high = times.spread(name)
             beside: dict[str, Any] = {}

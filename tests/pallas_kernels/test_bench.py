@@ -112,13 +112,6 @@ def test_what_is_not_there_is_named_with_its_reason():
     assert_close(*results, terms=60)
 
 
-def test_the_floor_of_the_papers_size():
-    size = ProblemSize(num_tokens=8192, d_in=4096, d_out=4096, rank=64, num_slots=8, top_k=1)
-    bytes_moved = bench.floor_bytes(size, active=8, itemsize=2)
-    assert bytes_moved == 3 * 8192 * 4096 * 2 + 8 * 64 * 8192 * 2 + 8 * 8192
-    assert bench.flops(size) == 2 * 8192 * 64 * 8192
-
-
 def test_the_choice_of_auto_is_a_strategy():
     wide = {"num_tokens": 2048, "d_in": 1024, "d_out": 1024, "rank": 64, "num_slots": 64}
     assert bench.choice_of_auto(dataclasses.replace(SIZE, **wide)) == "grouped"
