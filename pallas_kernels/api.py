@@ -10,7 +10,13 @@ from jax import lax
 
 from pallas_kernels import strategy as strategies
 from pallas_kernels.arrays import Array, Float, Int
-from pallas_kernels.checks import check_operands, check_plan, check_routing, check_tiles
+from pallas_kernels.checks import (
+    check_operands,
+    check_plan,
+    check_routing,
+    check_same_slots,
+    check_tiles,
+)
 from pallas_kernels.numerics import vary_together
 from pallas_kernels.paths import Path, backward, forward, sort
 from pallas_kernels.shapes import ProblemSize
@@ -35,15 +41,16 @@ def lora_delta(
         y[n] = base[n] + Σ_j gates[n, j] · B[id[n, j]]ᵀ · (A[id[n, j]] · x[n])
 
     from MoLoRA, arXiv 2603.15965. Sums are taken in float32 with exact float32 products and
-    rounded once, to the dtype of `base` (of `x` without one); the kernels multiply a half lora_b
-    with an h of 16 bits of mantissa or more. A token with id −1 alone gets its base unchanged; an
-    id that stands twice counts twice. A token never sees the numbers of an adapter it is not
+    rounded once, to the dtype of `base` (of `x` without one). The kernels of `grouped` round once a
+    pass, of which there are k where tokens share no sets of adapters, and they multiply a half
+    lora_b with an h of 16 bits of mantissa. A token with id −1 alone gets its base unchanged; an id
+    that stands twice counts twice. A token never sees the numbers of an adapter it is not
     routed to, overflow and NaN included. The exception is a `lora_b` that is itself not finite:
     `grouped`, `bgmv` and `reference` keep it to its own tokens, `all_slots` cannot. Nor can
     `all_slots` in the gradient of a lora_a or an x that is not finite.
 
-    Differentiable in reverse mode in x, lora_a, lora_b, base and the gates; an adapter that no
-    token uses has gradients of exactly zero. Works under `jit`, `vmap`, `scan` and `shard_map`.
+    Differentiable once, in reverse mode, in x, lora_a, lora_b, base and the gates; an adapter that
+    no token uses has gradients of exactly zero. Works under `jit`, `vmap`, `scan` and `shard_map`.
 
     Args:
       x: (..., D), N tokens in all.
@@ -90,7 +97,7 @@ def lora_deltas(
     """`lora_delta` for several projections that share x, such as q, k and v: x is read once.
 
     One lora_a, lora_b, base and ranks for each projection, in the same order; they may differ in
-    R and F. Everything else, and what is raised, is as in `lora_delta`.
+    R and F, and hold the same slots and layers. The rest, errors included, is as in `lora_delta`.
     """
     num_projections = len(lora_a)
     if not num_projections:
@@ -103,6 +110,7 @@ def lora_deltas(
                 "for each"
             )
     given = [None] * num_projections if bases is None else bases
+    check_same_slots(lora_a)
     for a, b, base, own in zip(lora_a, lora_b, given, ranks, strict=True):
         check_operands(x, a, b, routing, base=base, ranks=own, layer=layer)
     num_tokens, top_k = routing.adapter_ids.shape
@@ -111,10 +119,11 @@ def lora_deltas(
         check_plan(plan, routing, num_slots, strategy=strategy)
         strategy = plan.strategy if strategy == "auto" else strategy
 
+    x = jnp.asarray(x)
     flat = [
         jnp.zeros((num_tokens, b.shape[-1]), x.dtype)
         if base is None
-        else jnp.reshape(base, (num_tokens, b.shape[-1]))
+        else jnp.reshape(jnp.asarray(base), (num_tokens, b.shape[-1]))
         for b, base in zip(lora_b, given, strict=True)
     ]
     operands = Operands(
@@ -174,8 +183,8 @@ def make_plan(
     check_routing(routing, num_slots)
     strategies.check_names(strategy, backend)
     num_tokens, top_k = routing.adapter_ids.shape
-    if block is not None and block < 1:
-        raise ValueError(f"block is {block}; expected a number of rows, 1 or more")
+    if block is not None and (type(block) is not int or block < 1):
+        raise ValueError(f"block is {block!r}; expected a number of rows, 1 or more")
     if strategy not in ("auto", "grouped") or (strategy == "auto" and num_slots == 1):
         return None
     size = ProblemSize(

@@ -1,5 +1,8 @@
 """What a caller can get wrong, refused before anything is compiled."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,9 @@ from pallas_kernels.types import DispatchPlan, Routing, Tiles
 def check_routing(routing: Routing, num_slots: int) -> None:
     """Shapes, dtypes, and the ids themselves where they are known (outside `jit`)."""
     ids, gates = routing.adapter_ids, routing.gates
+    check_arrays(**{"routing.adapter_ids": ids, "routing.gates": gates})
+    if type(num_slots) is not int or num_slots < 1:
+        raise ValueError(f"num_slots is {num_slots!r}; expected a number of slots, 1 or more")
     if ids.ndim != 2 or ids.shape[1] == 0:
         raise ValueError(
             f"routing.adapter_ids has shape {ids.shape}; expected (N, k) with k ≥ 1. A routing "
@@ -42,6 +48,26 @@ def check_routing(routing: Routing, num_slots: int) -> None:
         )
 
 
+def check_same_slots(lora_a: Sequence[Array]) -> None:
+    """Projections that share a routing have the same slots, and the same layers."""
+    check_arrays(lora_a=lora_a[0])
+    first = lora_a[0].shape[:-2]
+    for w, each in enumerate(lora_a):
+        check_arrays(lora_a=each)
+        if each.shape[:-2] != first:
+            raise ValueError(
+                f"lora_a[{w}] has shape {each.shape} and lora_a[0] {lora_a[0].shape}; expected the "
+                "same layers and slots in all projections, as they share the routing"
+            )
+
+
+def check_arrays(**arrays: Any) -> None:
+    """A list has no dtype to check, and would be another array at every call."""
+    for name, array in arrays.items():
+        if array is not None and not hasattr(array, "dtype"):
+            raise ValueError(f"{name} is a {type(array).__name__}; expected an array")
+
+
 def check_operands(
     x: Array,
     lora_a: Array,
@@ -53,6 +79,7 @@ def check_operands(
     layer: int | Array | None = None,
 ) -> None:
     """Everything `lora_delta` is given, except its plan."""
+    check_arrays(x=x, lora_a=lora_a, lora_b=lora_b, base=base, ranks=ranks)
     floats = {"x": x, "lora_a": lora_a, "lora_b": lora_b, "base": base}
     for name, array in floats.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
@@ -61,14 +88,14 @@ def check_operands(
         raise ValueError("x is a scalar; expected (..., D)")
     axes = "(K, R, {})" if layer is None else "(L, K, R, {}), as layer is given,"
     ndim = 3 if layer is None else 4
-    if lora_a.ndim != ndim or lora_a.shape[-1] != x.shape[-1] or 0 in lora_a.shape[:-1]:
+    if lora_a.ndim != ndim or lora_a.shape[-1] != x.shape[-1] or 0 in lora_a.shape:
         raise ValueError(
             f"lora_a has shape {lora_a.shape}; expected {axes.format('D')} with D = "
-            f"{x.shape[-1]}, the width of x {x.shape}, and at least one slot and rank (contraction "
+            f"{x.shape[-1]}, the width of x {x.shape}, and none of them 0 (contraction "
             "last: store the A of PEFT as it is)"
         )
     num_slots, rank = lora_a.shape[-3:-1]
-    if lora_b.ndim != ndim or lora_b.shape[:-1] != lora_a.shape[:-1]:
+    if lora_b.ndim != ndim or lora_b.shape[:-1] != lora_a.shape[:-1] or not lora_b.shape[-1]:
         raise ValueError(
             f"lora_b has shape {lora_b.shape}; expected {axes.format('F')} with K = {num_slots} "
             f"and R = {rank} as in lora_a {lora_a.shape} (the transpose of PEFT's B)"
@@ -90,10 +117,12 @@ def check_operands(
 
 def check_layer(layer: int | Array | None, num_layers: int) -> None:
     """One of the stack's layers; a number that is known and outside would be clipped to one."""
-    if layer is None or isinstance(layer, jax.core.Tracer):
+    if layer is None:
         return
     if jnp.ndim(layer) or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
         raise ValueError(f"layer is {layer!r}; expected a whole number")
+    if isinstance(layer, jax.core.Tracer):
+        return
     if not 0 <= int(layer) < num_layers:
         raise ValueError(
             f"layer is {int(layer)}; expected one of the stack's, 0 to {num_layers - 1}"

@@ -107,7 +107,7 @@ def active_adapters(draws: int, num_slots: int) -> float:
     return num_slots * -math.expm1(draws * math.log1p(-1 / num_slots))
 
 
-def floor_bytes(size: Size, *, itemsize: int, active: float | None = None) -> float:
+def floor_bytes(size: Size, *, itemsize: int, active: float | int | None = None) -> float:
     """What no path can avoid: x, the weights of the active adapters, base, y, an index a token.
 
         itemsize·(N·D + E·R·(D + F) + 2·N·F) + 4·N
@@ -121,7 +121,7 @@ def floor_bytes(size: Size, *, itemsize: int, active: float | None = None) -> fl
     return float(itemsize * (n * size.d_in + weights + 2 * n * size.d_out) + 4 * n)
 
 
-def floor_seconds(size: Size, device: Device, *, active: float | None = None) -> float:
+def floor_seconds(size: Size, device: Device, *, active: float | int | None = None) -> float:
     """The slower of the floor's bytes and the products that no path can leave out."""
     products = 2 * size.num_tokens * size.top_k * size.rank * (size.d_in + size.d_out)
     least = floor_bytes(size, itemsize=device.itemsize, active=active)
@@ -135,6 +135,12 @@ def tiles_for(backend: str, size: Size, device: Device) -> tuple[str, int]:
     """Layout and block of the sorted paths, by N, k and K alone."""
     plan = planned(size, device.name)
     if "layout" in plan:
+        sets = num_groups("sets", num_slots=size.num_slots, top_k=size.top_k)
+        if plan["layout"] == "sets" and sets > _MOST_SETS:
+            raise ValueError(
+                f"the plan table asks for sets of K = {size.num_slots}, k = {size.top_k}: there "
+                f"are {sets}, and {_MOST_SETS} at most are sorted by. Use layout passes"
+            )
         return plan["layout"], plan["block"]
     typical = dataclasses.replace(size, **_TYPICAL)
     options = _sorted_paths("grouped", backend, size)
@@ -339,7 +345,7 @@ def _grouped_kernels(path: Path, size: Size, device: Device) -> "_Count":
         itemsize=item,
     )  # fmt: skip
     tiles = live_tiles(n, _likely_groups(path.layout, size), path.block)  # of a pass
-    fused = is_fused(num_tokens=n, rank=size.rank, width=width)
+    fused = is_fused(num_tokens=n, rank=size.rank, width=width, itemsize=item)
     # A set's adapters read a token's x together; a pass reads it again unless the cache has it.
     reads_of_x = 1 if sets or item * n * size.d_in <= device.cache_bytes else k
     # The tiles of sets meet an adapter often. A launch of one pass meets it once, and the shrink,
@@ -427,9 +433,9 @@ def explain(size: Size, device: Device, backend: str = "auto") -> str:
         name = f"{each.path.strategy}/{each.path.backend}"
         if each.path.strategy == "grouped":
             name += f" {each.path.layout} of {each.path.block}"
-            width = size.top_k if each.path.layout == "sets" else 1
-            one = is_fused(num_tokens=size.num_tokens, rank=size.rank, width=width)
-            name += ", fused" if each.path.backend != "xla" and one else ""
+            # Nothing but h is kept between launches.
+            fused = each.path.backend != "xla" and each.temp_bytes == 0
+            name += ", fused" if fused else ""
         lines.append(
             f"{'*' if each.path == chosen else ' '} {name:34}{each.bytes / 1e6:9.2f}"
             f"{each.bytes / least:9.2f}{each.products / 1e9:9.3f}{each.launches:10.1f}"

@@ -16,6 +16,7 @@ PAIRS = (
     ("all_slots", "xla"),
     ("grouped", "xla"),
     ("bgmv", "xla"),
+    ("all_slots", "triton"),
     ("grouped", "triton"),
     ("bgmv", "triton"),
     ("auto", "auto"),
@@ -25,6 +26,11 @@ WIDE = {
     "some": ProblemSize(num_tokens=160, d_in=512, d_out=384, rank=16, num_slots=8, top_k=2),
     "many": ProblemSize(num_tokens=2051, d_in=1024, d_out=1040, rank=64, num_slots=8, top_k=1),
     "sets": ProblemSize(num_tokens=1111, d_in=520, d_out=512, rank=32, num_slots=4, top_k=2),
+    # What only many tokens reach: the fused kernel, with one adapter a tile and with two, and the
+    # sort that counts in blocks first.
+    "fused": ProblemSize(num_tokens=4117, d_in=520, d_out=512, rank=64, num_slots=8, top_k=1),
+    "fused_sets": ProblemSize(num_tokens=4117, d_in=512, d_out=520, rank=32, num_slots=4, top_k=2),
+    "long": ProblemSize(num_tokens=8320, d_in=64, d_out=72, rank=8, num_slots=8, top_k=1),
 }
 GRADIENTS = ("x", "lora_a", "lora_b", "gates")
 

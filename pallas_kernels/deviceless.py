@@ -350,6 +350,7 @@ class Case:
         return (
             f"{self.strategy:9} {self.part:8} N={s.num_tokens:<5} D={s.d_in:<4} F={s.d_out:<4} "
             f"R={s.rank:<3} K={s.num_slots:<2} k={s.top_k} {self.dtype}"
+            + (f" on {self.backend}" if self.backend != "auto" else "")
         )
 
     def routing(self) -> Routing:
@@ -458,24 +459,28 @@ def compile_case(case: Case, *, resources: bool = False) -> Report:
     )
 
 
+def _estimate(case: Case) -> cost.Estimate:
+    """What the case costs by count, its sort aside."""
+    device = dataclasses.replace(
+        cost.H200, itemsize=jnp.dtype(case.dtype).itemsize, sort_launches=0
+    )
+    backend = "triton" if case.backend == "auto" else case.backend
+    return cost.estimate(cost.path(case.strategy, backend, case.size, device), case.size, device)
+
+
 def over_floor(case: Case) -> float | None:
     """Bytes that the kernels move by count over the least that a projection can; forward alone."""
-    if case.part != "forward" or case.strategy == "reference":
+    if case.part != "forward":
         return None
-    device = dataclasses.replace(cost.H200, itemsize=jnp.dtype(case.dtype).itemsize)
-    backend = "triton" if case.backend == "auto" else case.backend
-    chosen = cost.path(case.strategy, backend, case.size, device)
-    least = cost.floor_bytes(case.size, itemsize=device.itemsize)
-    return cost.estimate(chosen, case.size, device).bytes / least
+    itemsize = jnp.dtype(case.dtype).itemsize
+    return _estimate(case).bytes / cost.floor_bytes(case.size, itemsize=itemsize)
 
 
 def allowed_launches(case: Case) -> int | None:
     """Launches of one projection as designed, its sort and its base product aside."""
     if case.part != "forward":
         return None
-    if case.strategy == "all_slots":
-        return 3  # two products and the select
-    return 1 + case.size.top_k  # a shrink, and an expand for each of the k contributions at most
+    return round(_estimate(case).launches)
 
 
 def problems(case: Case, report: Report) -> list[str]:
@@ -597,13 +602,17 @@ def line(row: dict) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compiles the chosen cases and prints a line each; 1 where a fact does not hold."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # the plug-in would look for a GPU otherwise
-    _mesh("h200")  # says at once what is missing
-    cases = _chosen(options)
+    try:
+        _mesh("h200")
+        cases = _chosen(options)
+        done = _read(options.results)
+    except (NotImplementedError, OSError, ValueError) as error:
+        parser.error(str(error))
     index, shards = options.shard
     cases = cases[index - 1 :: shards]
-    done = _read(options.results)
     failed = 0
     for case in cases:
         row = done.get(str(case))
@@ -618,24 +627,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+# What a shape is where the command line does not say.
+_DEFAULTS = {
+    "num_tokens": 1024,
+    "d_in": 4096,
+    "d_out": 4096,
+    "rank": 64,
+    "num_slots": 8,
+    "top_k": 2,
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.deviceless",
         description="Compiles lora_delta for an H200 without one and says what XLA made of it. "
         "Without flags: the chosen shapes. Several values of a flag are combined.",
     )
-    numbers = {"num_tokens": 1024, "d_in": 4096, "d_out": 4096, "rank": 64, "num_slots": 8,
-               "top_k": 2}  # fmt: skip
-    for name, default in numbers.items():
+    for name, default in _DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, nargs="+", help=f"{default} where left out")
-        parser.set_defaults(**{name: None})
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), nargs="+")
     parser.add_argument("--strategy", choices=STRATEGIES, nargs="+", help="all where left out")
-    parser.add_argument("--backend", default="auto", help="who runs it; auto where left out")
+    parser.add_argument("--backend", choices=("auto", "xla", "triton"), help="auto where left out")
     parser.add_argument("--backward", action="store_true", help="the gradients too")
     parser.add_argument("--all", action="store_true", help="the whole table")
     parser.add_argument(
-        "--results", type=pathlib.Path, help="file of rows (JSON lines); those in it are not redone"
+        "--results",
+        type=pathlib.Path,
+        help="file of rows (JSON lines); those in it are not redone, changed source or not",
     )
     parser.add_argument(
         "--shard", type=_shard, default=(1, 1), metavar="I/N", help="each N-th row, from the I-th"
@@ -644,26 +663,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(options: argparse.Namespace) -> Sequence[Case]:
+    """The cases that the flags name; ValueError for shapes that cannot be."""
+    named = (*_DEFAULTS, "dtype", "strategy", "backend", "backward")
+    given = [name for name in named if getattr(options, name)]
+    if options.all and given:
+        raise ValueError(f"--all is a table of its own; leave out --{', --'.join(given)}")
     if options.all:
         return table()
-    named = ("num_tokens", "d_in", "d_out", "rank", "num_slots", "top_k", "dtype", "strategy")
-    if all(getattr(options, name) is None for name in named):
+    if not given:
         return CASES
-    fields = {
-        "num_tokens": options.num_tokens or [1024],
-        "d_in": options.d_in or [4096],
-        "d_out": options.d_out or [4096],
-        "rank": options.rank or [64],
-        "num_slots": options.num_slots or [8],
-        "top_k": options.top_k or [2],
-    }
+    fields = {name: getattr(options, name) or [default] for name, default in _DEFAULTS.items()}
     sizes = [
         ProblemSize(**dict(zip(fields, values, strict=True)))
         for values in itertools.product(*fields.values())
     ]
     parts = ("forward", "backward") if options.backward else ("forward",)
     return [
-        Case(strategy, size, part=part, dtype=dtype, backend=options.backend)
+        Case(strategy, size, part=part, dtype=dtype, backend=options.backend or "auto")
         for size in sizes
         for strategy in options.strategy or STRATEGIES
         for dtype in options.dtype or ["bfloat16"]

@@ -139,6 +139,10 @@ def _kernels_forward(operands: Operands, indices: Indices, *, path: Path):
 
     run = all_slots_kernels if path.strategy == "all_slots" else bgmv_kernels
 
+    ids = indices.adapter_ids
+    if ids.dtype != jnp.int32:  # a wider id may wrap onto a real slot
+        ids = known_ids(ids, stacks.num_slots)
+
     def each(lora_a, lora_b, base, ranks):
         return run(
             operands.x,
@@ -146,7 +150,7 @@ def _kernels_forward(operands: Operands, indices: Indices, *, path: Path):
             lora_b,
             operands.gates,
             base,
-            ids=indices.adapter_ids.astype(jnp.int32),
+            ids=ids,
             ranks=ranks,
             first_slot=stacks.first_slot,
             num_slots=stacks.num_slots,

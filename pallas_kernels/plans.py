@@ -54,11 +54,13 @@ def read_plans(file: str) -> dict[str, dict]:
 
     try:
         table = json.loads(Path(file).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"plan table {file} cannot be read as JSON: {error}") from error
     if not isinstance(table, dict):
         refuse(f"is a {type(table).__name__}; expected an object of buckets")
-    form = rf"({'|'.join(DEVICES)}) N=\d+ K=\d+ k=\d+( R=\d+ D=\d+ F=\d+)?"
+    number = r"(0|[1-9]\d*)"
+    form = rf"({'|'.join(DEVICES)}) N={number} K={number} k={number}"
+    form += rf"( R={number} D={number} F={number})?"
     for key, plan in table.items():
         if not re.fullmatch(form, key):
             refuse(f"key {key!r}; expected e.g. {_EXAMPLE!r}")
@@ -68,7 +70,7 @@ def read_plans(file: str) -> dict[str, dict]:
             known = {
                 "strategy": value in ("all_slots", "grouped", "bgmv"),
                 "layout": value in LAYOUTS and (value == "entries") == key.startswith("cpu"),
-                "block": isinstance(value, int)
+                "block": type(value) is int
                 and (value > 0 if key.startswith("cpu") else value in (16, 32, 64, 128)),
             }
             if not known.get(name):

@@ -27,8 +27,9 @@ def reference(
     slots = jnp.where(ids >= 0, ids, num_slots)  # out of bounds, where a gather fills in zeros
     in_rank = rows_in_rank(ranks, rank, num_slots)
 
-    a = lora_a.at[slots].get(mode="fill", fill_value=0).astype(dtype)
-    b = lora_b.at[slots].get(mode="fill", fill_value=0).astype(dtype)
+    # Widened first, so that the gradient of the gather is summed wide as well.
+    a = lora_a.astype(dtype).at[slots].get(mode="fill", fill_value=0)
+    b = lora_b.astype(dtype).at[slots].get(mode="fill", fill_value=0)
     used = in_rank.at[slots].get(mode="fill", fill_value=False)  # (N, k, R)
     gates = jnp.where(ids >= 0, gates.astype(dtype), 0)
 

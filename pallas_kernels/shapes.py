@@ -20,6 +20,16 @@ class ProblemSize:
     num_slots: int
     top_k: int
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), int(field.name != "num_tokens")
+            if value < least:
+                raise ValueError(f"{field.name} is {value}; expected {least} or more")
+        if self.top_k > self.num_slots:
+            raise ValueError(
+                f"top_k is {self.top_k} and num_slots {self.num_slots}; expected k ≤ K"
+            )
+
 
 def _size(*numbers: int) -> ProblemSize:
     names = [field.name for field in dataclasses.fields(ProblemSize)]

@@ -43,16 +43,16 @@ def choose_blocks(
       reload: the expand loads h in its innermost loop, as it does for a rank of several blocks:
         fewer columns and planes at a time.
     """
-    rows = max(16, power_of_two(block))
+    rows = min(128, max(16, power_of_two(block)))
+    columns = most_columns(itemsize)
     if itemsize > 2:
-        rows, columns, inner, outer = min(rows, 32), 32, 32, 64
+        rows, inner, outer = min(rows, 32), 32, 64
     else:
-        columns = 64
         inner = outer = 128 if rows <= 64 else 64
     reload = reload or rank > columns
     if itemsize <= 2 and (reload or float16):
         outer = 64 if rows <= 64 and not (reload and float16) else 32
-    programs = max(1, num_tiles) * max(1, block // rows)
+    programs = max(1, num_tiles) * -(-block // rows)
     planes = parts = 1
     # What the registers hold of h while its planes are summed.
     most = (64 if reload else 512) // rows
@@ -83,12 +83,17 @@ def all_slots_rows(num_tokens: int) -> int:
     return 16 if num_tokens <= 256 else 32 if num_tokens <= 1024 else 64
 
 
-def is_fused(*, num_tokens: int, rank: int, width: int) -> bool:
+def is_fused(*, num_tokens: int, rank: int, width: int, itemsize: int) -> bool:
     """Whether h stays in registers: tiles enough without planes, and a block or two of columns.
 
     A tile of `width` adapters holds a block for each.
     """
-    return num_tokens >= 4096 and rank <= 64 and width <= 2
+    return num_tokens >= 4096 and width <= 2 and rank <= most_columns(itemsize)
+
+
+def most_columns(itemsize: int) -> int:
+    """Columns of h in a block: float32 products keep both operands in registers."""
+    return 64 if itemsize <= 2 else 32
 
 
 def power_of_two(n: int) -> int:

@@ -54,7 +54,7 @@ class Update:
             rank=lora_a.shape[1],
             d_in=x.shape[1],
             d_out=lora_b.shape[2],
-            itemsize=max(x.dtype.itemsize, lora_a.dtype.itemsize, lora_b.dtype.itemsize),
+            itemsize=_itemsize(x, lora_a, lora_b),
             float16=lora_b.dtype == jnp.float16,
         )
 
@@ -87,9 +87,12 @@ def forward(
     ranks: Sequence[Int[Array, " LK"]],
 ) -> list[Array]:
     """y (N, F) of every projection, R and F its own: one launch for every h, one for each y."""
-    width = update.tiles.adapters.shape[2]
-    rank = lora_a[0].shape[1]
-    if len(lora_a) == 1 and is_fused(num_tokens=update.num_tokens, rank=rank, width=width):
+    if len(lora_a) == 1 and is_fused(
+        num_tokens=update.num_tokens,
+        rank=lora_a[0].shape[1],
+        width=update.tiles.adapters.shape[2],
+        itemsize=_itemsize(x, lora_a[0], lora_b[0]),
+    ):
         return [fused(update, x, lora_a[0], lora_b[0], base[0], ranks[0])]
     h = _shared_shrink(update, x, lora_a, lora_b, ranks)
     return [
@@ -128,6 +131,10 @@ def gradients(
         d_gates = jnp.sum(jnp.where((ids >= 0).reshape(-1, 1), product, 0), axis=1)
         found.append((dx, d_a, d_b, d_gates.reshape(ids.shape).astype(update.gates.dtype)))
     return found
+
+
+def _itemsize(*arrays: Array) -> int:
+    return max(each.dtype.itemsize for each in arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -512,9 +519,9 @@ def wide_dot(a, b):
 
 def _halves(a):
     high = a.astype(jnp.bfloat16)
-    rest = a - high.astype(jnp.float32)
+    wide = high.astype(jnp.float32)
     # What overflows stays infinite: ∞ − ∞ would make it NaN.
-    return high, jnp.where(jnp.abs(a) < jnp.inf, rest, 0).astype(jnp.bfloat16)
+    return high, jnp.where(jnp.abs(wide) < jnp.inf, a - wide, 0).astype(jnp.bfloat16)
 
 
 def _dot(a, b):

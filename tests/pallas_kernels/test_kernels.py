@@ -142,15 +142,19 @@ def test_the_largest_rank(way):
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_many_tokens_are_fused_and_equal(top_k):
-    size = ProblemSize(num_tokens=4100, d_in=20, d_out=18, rank=5, num_slots=3, top_k=top_k)
-    case = make_case(size, "skewed")
+@pytest.mark.parametrize(
+    ("rank", "dtype", "fused"),
+    [(5, jnp.float32, True), (64, jnp.float32, False), (64, jnp.bfloat16, True)],
+)
+def test_many_tokens_are_fused_and_equal(top_k, rank, dtype, fused):
+    size = ProblemSize(num_tokens=4100, d_in=20, d_out=18, rank=rank, num_slots=3, top_k=top_k)
+    case = make_case(size, "skewed", dtype=dtype)
 
     def update(x, base):
         weights = (case.lora_a, case.lora_b, case.routing)
         return lora_delta(x, *weights, base=base, ranks=case.ranks, **how("grouped:interpret"))
 
-    assert launches(update, case.x, case.base)[-1:] == ["lora_fused"]
+    assert ("lora_fused" in launches(update, case.x, case.base)) == fused
     assert_close(jit(update)(case.x, case.base), expected(case), terms=30)
 
 
@@ -311,6 +315,41 @@ def test_bad_stacks_and_projections_are_refused():
             lora_deltas(case.x, [case.lora_a] * 2, [case.lora_b], case.routing)
         with pytest.raises(ValueError, match="lora_a is empty"):
             lora_deltas(case.x, [], [], case.routing)
+        fewer = ([case.lora_a, case.lora_a[:3]], [case.lora_b, case.lora_b[:3]])
+        with pytest.raises(ValueError, match=r"lora_a\[1\] has shape \(3, 3, 12\).*same layers"):
+            lora_deltas(case.x, *fewer, case.routing)
+        with pytest.raises(ValueError, match="x is a list; expected an array"):
+            lora_delta(case.x.tolist(), case.lora_a, case.lora_b, case.routing)
+        with pytest.raises(ValueError, match=r"lora_b has shape \(5, 3, 0\)"):
+            lora_delta(case.x, case.lora_a, case.lora_b[:, :, :0], case.routing)
+        for block in (0, 2.5, True):
+            with pytest.raises(ValueError, match=f"block is {block!r}"):
+                make_plan(case.routing, 5, block=block)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_long_sums_of_halves_are_not_lost(way):
+    ones = functools.partial(jnp.ones, dtype=jnp.bfloat16)
+    routing = Routing(jnp.zeros((2048, 1), jnp.int32), jnp.ones((2048, 1)))
+
+    def loss(lora_a, lora_b):
+        y = lora_delta(ones((2048, 1)), lora_a, lora_b, routing, **how(way))
+        return jnp.sum(y.astype(jnp.float32))
+
+    # One by one, a sum of ones in bfloat16 stops at 256.
+    for gradient in jit(jax.grad(loss, argnums=(0, 1)))(ones((2, 1, 1)), ones((2, 1, 1))):
+        assert gradient[0, 0, 0] == 2048 and gradient[1, 0, 0] == 0
+
+
+def test_numpy_operands():
+    case = make_case(SIZE)
+    given = [np.asarray(each) for each in (case.x, case.lora_a, case.lora_b)]
+    routing = Routing(*(np.asarray(each) for each in jax.tree.leaves(case.routing)))
+    beside = {"base": np.asarray(case.base), "ranks": np.asarray(case.ranks)}
+    for way in WAYS:
+        with unchecked_shapes():
+            y = lora_delta(*given, routing, **beside, **how(way))
+        assert_close(y, expected(case), terms=20)
 
 
 def test_a_plan_of_other_ids_is_refused():

@@ -151,7 +151,7 @@ def change(case, **values):
         ("x", jnp.zeros(()), "x is a scalar"),
         ("x", jnp.zeros((44, 12)), r"\(45, 2\), 44 tokens are in x \(44, 12\)"),
         ("lora_a", jnp.zeros((5, 12, 3)), r"lora_a has shape \(5, 12, 3\).*D = 12"),
-        ("lora_a", jnp.zeros((0, 3, 12)), "at least one slot"),
+        ("lora_a", jnp.zeros((0, 3, 12)), "none of them 0"),
         ("lora_b", jnp.zeros((5, 10, 3)), r"lora_b has shape \(5, 10, 3\).*R = 3"),
         ("lora_b", jnp.zeros((5, 3, 10), jnp.int8), "lora_b has dtype int8"),
         ("base", jnp.zeros((45, 11)), r"base has shape \(45, 11\); expected \(45, 10\)"),
