@@ -83,10 +83,6 @@ def all_slots(
 
     def expand(first_ref, ids_ref, ranks_ref, h_ref, b_ref, base_ref, y_ref):
         rows, first = rows_of(pl.program_id(0)), pl.program_id(1) * out_steps
-        some = jnp.zeros(blocks.rows, jnp.bool_)
-        for j in range(top_k):
-            chosen = choice(ids_ref, rows, j)
-            some = some | ((chosen >= 0) & (chosen < num_slots))
 
         def write(step, carry):
             wide = (first + step) * blocks.outer + jnp.arange(blocks.outer, dtype=jnp.int32)
@@ -104,11 +100,18 @@ def all_slots(
                         h = h + plgpu.load(each, mask=mask, other=0)
                     return total + wide_dot(h, load_weight(b_ref, at, column, wide, own))
 
+                if column_blocks == 1:
+                    return add(0, total)
                 return lax.fori_loop(0, pl.cdiv(own, blocks.rank), add, total)
 
             zeros = jnp.zeros((blocks.rows, blocks.outer), jnp.float32)
             total = lax.fori_loop(0, num_slots, add_slot, zeros)
             y = load_rows(base_ref, rows, wide).astype(jnp.float32) + total
+            # Found anew for every step: kept, it would take registers from the products.
+            some = jnp.zeros(blocks.rows, jnp.bool_)
+            for j in range(top_k):
+                chosen = choice(ids_ref, rows, j)
+                some = some | ((chosen >= 0) & (chosen < num_slots))
             plgpu.store(
                 y_ref.at[rows.token[:, None], wide[None, :]],
                 y.astype(y_ref.dtype),
