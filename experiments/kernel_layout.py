@@ -45,19 +45,25 @@ class Config(TimingConfig):
     num_slots: tuple[int, ...] = tuple(PAPER)
     block: int = 16
 
+    def sizes(self) -> list[ProblemSize]:
+        return [
+            ProblemSize(
+                num_tokens=self.num_tokens,
+                d_in=self.width,
+                d_out=self.width,
+                rank=self.rank,
+                num_slots=num_slots,
+                top_k=1,
+            )
+            for num_slots in self.num_slots
+        ]
+
 
 def main(config: Config, run) -> None:
     bench = Bench(config, run)
     rows = {}
-    for num_slots in config.num_slots:
-        size = ProblemSize(
-            num_tokens=config.num_tokens,
-            d_in=config.width,
-            d_out=config.width,
-            rank=config.rank,
-            num_slots=num_slots,
-            top_k=1,
-        )
+    for size in config.sizes():
+        num_slots = size.num_slots
         inputs = bench.inputs(size)
         stacks = tuple((both_layouts(a), both_layouts(b)) for a, b in inputs.stacks)
         inputs = dataclasses.replace(inputs, stacks=stacks)
@@ -69,9 +75,11 @@ def main(config: Config, run) -> None:
     }
     means = {name: statistics.fmean(of_k.values()) for name, of_k in ratios.items()}
     metrics = {f"{name}_over_direct": mean for name, mean in means.items()}
+    where = kernel_timing.unlike(config, width=4096, rank=64)
     claims = [
         kernel_timing.ratio_claim(
             "table2.indirect_over_direct",
+            where=where,
             paper=PAPER_MEAN,
             ours=means["separate"],
             direction="higher",
@@ -82,13 +90,18 @@ def main(config: Config, run) -> None:
         if num_slots in PAPER:
             name, paper_ms = f"table2.direct_{num_slots}", PAPER[num_slots][1]
             claims.append(
-                kernel_timing.time_claim(name, paper_ms=paper_ms, seconds=times.median("direct"))
+                kernel_timing.time_claim(
+                    name, where=where, paper_ms=paper_ms, seconds=times.median("direct")
+                )
             )
 
     over = [[name, *(f"{r:.2f}" for r in ratios[name].values())] for name in INDIRECT]
+    sizes = (
+        f"N = {config.num_tokens}, D = F = {config.width}, r = {config.rank}, k = 1, "
+        f"tiles of {config.block} rows"
+    )
     report = (
-        f"# Direct against indirect layout of the weights\n\nN = {config.num_tokens}, "
-        f"D = F = {config.width}, r = {config.rank}, k = 1, tiles of {config.block} rows, "
+        f"# Direct against indirect layout of the weights\n\n{sizes}, "
         f"{kernel_timing.how(config)}\n\n"
         + kernel_timing.times_table(
             {f"K = {k}": times for k, times in rows.items()},
@@ -101,10 +114,19 @@ def main(config: Config, run) -> None:
         + str(__doc__).partition("\n\n")[2]
         + bench.absent()
     )
-    kernel_timing.draw(
+    curves = {
+        name: {k: kernel_timing.ratio_band(t, name, over="direct") for k, t in rows.items()}
+        for name in INDIRECT
+    }
+    curves["the paper's, H100"] = {
+        k: kernel_timing.exactly(PAPER[k][0] / PAPER[k][1]) for k in rows if k in PAPER
+    }
+    kernel_timing.draw_curves(
         run,
         "layouts",
-        {name: (list(of_k), list(of_k.values())) for name, of_k in ratios.items()},
+        curves,
+        config=config,
+        sizes=sizes,
         xlabel="adapters K",
         ylabel="time over the direct layout's",
         title="What an indirect layout costs",

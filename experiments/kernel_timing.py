@@ -6,14 +6,36 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from absl import logging
 
 from experiments.registry import check_config
 from experiments.run_folder import Claim, Run, markdown
 from molora_jax.display import curve_figure, save_figure
+from molora_jax.display.text import adapter_color
 from pallas_kernels import bench
+from pallas_kernels.paths import Path
 from pallas_kernels.shapes import ProblemSize
-from pallas_kernels.strategy import BACKENDS
+from pallas_kernels.strategy import BACKENDS, check_names, paths
+
+# A value with its 10th and 90th percentile.
+Band = tuple[float, float, float]
+NOTHING: Band = (math.nan, math.nan, math.nan)
+
+# What each arm of a comparison is, for the reports.
+ARMS = {
+    "single": "one LoRA on every token, which needs no routing",
+    "fixed": "the routed update with every token on one adapter",
+    "per_token": "the routed update, `lora_delta`",
+    "full_passes": "K passes over all tokens, of which a token keeps its own",
+    "dense_loop": "PEFT's mixed batch in one program: adapter by adapter, on rows it has picked",
+    "per_adapter_loop": "the same loop driven by the host, a program for each adapter on its rows",
+    "per_row_bgmv": "Punica's BGMV in plain JAX: each row reads its own adapter",
+    "ragged_dot": "JAX's own grouped product, with its sort",
+    "grouped": "our strategy that sorts rows by adapter and reads each adapter once",
+    "auto": "our strategy that the cost model takes for the size",
+    "bgmv": "our strategy in which each row reads its own adapter",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +49,8 @@ class TimingConfig:
                  more than three (the sort, which they share, drops out)
     weight_sets  sets of weights that rotate, so that none waits in a cache
     backend      who runs the strategies; see pallas_kernels
+
+    A config with a `strategy` has it checked with the backend; `sizes` has every size measured.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -55,6 +79,21 @@ class TimingConfig:
                 f"{type(self).__name__}.backend = {self.backend!r}: expected one of "
                 f"auto, {', '.join(BACKENDS)}"
             )
+        strategy = getattr(self, "strategy", "auto")
+        try:
+            check_names(strategy, self.backend)
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"Config.strategy = {strategy!r}, backend = {self.backend!r}: {error}"
+            ) from None
+        try:
+            self.sizes()
+        except ValueError as error:
+            raise ValueError(f"Config: {error}") from None
+
+    def sizes(self) -> list[ProblemSize]:
+        """Every size that is measured."""
+        raise NotImplementedError
 
 
 def digests(config: Any) -> dict[str, str]:
@@ -71,12 +110,26 @@ class Bench:
         self.missing: dict[str, str] = {}
         self.temp_bytes: dict[str, int | None] = {}  # of the last comparison, by arm
         self._step = 0
+        self._routed_runs = False
         if run.scale == "paper" and jax.default_backend() != "gpu":
             logging.warning("scale paper is for a GPU; on %s it takes very long", device())
 
     def routed(self, strategy: str = "auto", **options) -> Callable:
         """A strategy on the config's backend, as an arm."""
-        return bench.routed(strategy, backend=self.config.backend, **options)
+        function = bench.routed(strategy, backend=self.config.backend, **options)
+
+        def arm(*operands):
+            y = function(*operands)
+            self._routed_runs = True
+            return y
+
+        return arm
+
+    def path(self, strategy: str, size: ProblemSize) -> Path:
+        """What a strategy runs at this size, on the device that runs this."""
+        found = paths(strategy, self.config.backend, size)
+        on_gpu = jax.default_backend() == "gpu"
+        return found.get("cuda", found["default"]) if on_gpu else found["default"]
 
     def inputs(self, size: ProblemSize, workload: str = "uniform", **options) -> bench.Inputs:
         config = self.config
@@ -88,6 +141,32 @@ class Bench:
             seed=config.seed,
             **options,
         )
+
+    def compiled(
+        self,
+        arms: Mapping[str, Any],
+        inputs: bench.Inputs,
+        *,
+        host: Sequence[str] = (),
+        calls: int | None = None,
+        base_product: bool = False,
+    ) -> dict[str, bench.Arm]:
+        """The arms that are there, in order; arguments as `times` has them.
+
+        Raises:
+          NotImplementedError: an arm is not there, and no routed one ever was.
+        """
+        ready = {name: arm for name, arm in arms.items() if isinstance(arm, bench.Arm)}
+        functions = {name: arm for name, arm in arms.items() if name not in ready}
+        calls = calls or self.config.calls
+        made, missing = bench.compile_arms(
+            functions, inputs, host=host, calls=calls, base_product=base_product
+        )
+        self.missing |= missing
+        if missing and not self._routed_runs:
+            raise NotImplementedError("; ".join(f"{n}: {why}" for n, why in missing.items()))
+        ready |= made
+        return {name: ready[name] for name in arms if name in ready}
 
     def times(
         self,
@@ -108,14 +187,7 @@ class Bench:
             so that both pay their launches.
         """
         config = self.config
-        ready = {name: arm for name, arm in arms.items() if isinstance(arm, bench.Arm)}
-        functions = {name: arm for name, arm in arms.items() if name not in ready}
-        made, missing = bench.compile_arms(
-            functions, inputs, host=host, calls=calls or config.calls, base_product=base_product
-        )
-        self.missing |= missing
-        ready |= made
-        ordered = {name: ready[name] for name in arms if name in ready}
+        ordered = self.compiled(arms, inputs, host=host, calls=calls, base_product=base_product)
         times = bench.time_arms(ordered, inputs, repeats=config.repeats, budget_s=config.budget_s)
         self.temp_bytes = {name: arm.temp_bytes for name, arm in ordered.items()}
         values: dict[str, Any] = {"what": label}
@@ -136,27 +208,52 @@ class Bench:
 
 
 def device() -> str:
-    """What a claim's note says of where it was measured: "cpu", or the GPU's name."""
+    """What reports and pictures call the device: "CPU", or the GPU's name."""
     first = jax.devices()[0]
-    return first.device_kind if first.platform == "gpu" else first.platform
+    return first.device_kind if first.platform == "gpu" else first.platform.upper()
+
+
+def unlike(config: TimingConfig, **paper: int) -> str:
+    """Device and dtype, and the sizes that are not the paper's: what a claim's note begins with.
+
+    Args:
+      paper: the paper's value of fields of the config.
+    """
+    symbols = {"num_tokens": "N", "width": "D", "rank": "r", "num_slots": "K"}
+    said = [
+        f"{symbols[name]} = {getattr(config, name)}"
+        for name, value in paper.items()
+        if getattr(config, name) != value
+    ]
+    return ", ".join([device(), config.dtype, *said])
 
 
 def ratio_claim(
     name: str,
     *,
+    where: str,
     paper: float,
     ours: float,
     direction: Literal["higher", "lower"],
     kind: Literal["ratio", "order"] = "ratio",
     unit: str = "x",
     note: str = "",
+    only_gpu: str = "",
 ) -> Claim:
-    """A claim that holds where ours is at least as good as the paper's number."""
+    """A claim that holds where ours is at least as good as the paper's number.
+
+    Args:
+      where: as `unlike` has it.
+      only_gpu: why there is no verdict off a GPU, where there is none.
+    """
     known = math.isfinite(ours)
     holds = (ours >= paper if direction == "higher" else ours <= paper) if known else None
-    where = device() + (f"; {note}" if note else "")
+    where += f"; {note}" if note else ""
     if not known:
         where += "; not measured, so nothing to compare"
+    elif only_gpu and jax.default_backend() != "gpu":
+        holds = None
+        where += f"; {only_gpu}, so no verdict off a GPU"
     return Claim(
         id=name,
         kind=kind,
@@ -169,7 +266,7 @@ def ratio_claim(
     )
 
 
-def time_claim(name: str, *, paper_ms: float, seconds: float) -> Claim:
+def time_claim(name: str, *, where: str, paper_ms: float, seconds: float) -> Claim:
     """A time beside the paper's, which is of an H100: judged on a GPU alone."""
     on_gpu = jax.default_backend() == "gpu" and math.isfinite(seconds)
     return Claim(
@@ -180,7 +277,7 @@ def time_claim(name: str, *, paper_ms: float, seconds: float) -> Claim:
         unit="ms",
         direction="lower",
         holds=1e3 * seconds <= paper_ms if on_gpu else None,
-        note=f"{device()}; the paper's is an H100" + ("" if on_gpu else ", so no verdict here"),
+        note=f"{where}; the paper's is an H100" + ("" if on_gpu else ", so no verdict here"),
     )
 
 
@@ -201,6 +298,19 @@ def times_table(rows: Mapping[str, bench.Times], arms: Sequence[str], *, first: 
     return markdown(header, cells)
 
 
+def explain(names: Sequence[str]) -> str:
+    """A list of what the arms are; those that need no word are left out."""
+    return "".join(f"- {name.replace('_', ' ')}: {ARMS[name]}\n" for name in names if name in ARMS)
+
+
+def taken(by_size: Mapping[int, str]) -> str:
+    """Which strategy at which sizes: "bgmv at 1, 4; grouped at 16"."""
+    return "; ".join(
+        f"{strategy} at " + ", ".join(str(n) for n, each in by_size.items() if each == strategy)
+        for strategy in dict.fromkeys(by_size.values())
+    )
+
+
 def how(config: TimingConfig) -> str:
     """One sentence for the report on how its numbers were taken."""
     chained = ""
@@ -213,31 +323,139 @@ def how(config: TimingConfig) -> str:
     )
 
 
-def draw(
+def band(times: bench.Times, name: str) -> Band:
+    """Milliseconds of an arm."""
+    if name not in times:
+        return NOTHING
+    low, high = times.spread(name)
+    return 1e3 * times.median(name), 1e3 * low, 1e3 * high
+
+
+def ratio_band(times: bench.Times, name: str, over: str) -> Band:
+    """Paired ratios of two arms."""
+    if name not in times or over not in times:
+        return NOTHING
+    pairs = times.seconds[name] / times.seconds[over]
+    low, high = np.percentile(pairs, (10, 90))
+    return float(np.median(pairs)), float(low), float(high)
+
+
+def exactly(value: float) -> Band:
+    """A number without samples, such as the paper's."""
+    return value, value, value
+
+
+def draw_curves(
     run: Run,
     name: str,
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    curves: Mapping[str, Mapping[int, Band]],
     *,
+    config: TimingConfig,
     xlabel: str,
     ylabel: str,
     title: str,
-    log: bool = True,
-    ticks: Sequence[str] = (),
+    sizes: str,
+    marks: Mapping[str, tuple[int, Band]] | None = None,
 ) -> None:
-    """Curves as `name`.png in the run's folder; `ticks` names x = 0, 1, … and x is then linear."""
-    known: dict[str, tuple[Any, Any]] = {}
-    for label, (xs, ys) in curves.items():
-        points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
-        if points:
-            known[label] = ([x for x, _ in points], [y for _, y in points])
-    figure = curve_figure(known, ylabel=ylabel, title=title)
+    """Curves over sizes, each in its band, as `name`.png in the run's folder.
+
+    Args:
+      curves: by label the value at each x; what was not measured is left out.
+      sizes: of the problem, for the title's second line.
+      marks: by label of a curve a point beside it.
+    """
+    known = {
+        label: {x: each for x, each in points.items() if math.isfinite(each[0])}
+        for label, points in curves.items()
+    }
+    known = {label: points for label, points in known.items() if points}
+    figure = curve_figure(
+        {
+            label: (list(points), [y for y, _, _ in points.values()])
+            for label, points in known.items()
+        },
+        ylabel=ylabel,
+    )
     axes = figure.axes[0]
-    for line in axes.lines:
+    for line, (label, points) in zip(list(axes.lines), known.items(), strict=True):
         line.set_marker("o")
-    if ticks:
-        axes.set_xticks(range(len(ticks)), ticks)
-    elif log:
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
+        lows, highs = ([each[i] for each in points.values()] for i in (1, 2))
+        axes.fill_between(list(points), lows, highs, color=line.get_color(), alpha=0.15, lw=0)
+        if marks and label in marks:
+            x, (y, low, high) = marks[label]
+            axes.errorbar(
+                x, y, [[y - low], [high - y]], fmt="*", ms=13, color=line.get_color(), mec="black"
+            )
+    axes.set_xscale("log", base=2)
+    ticks = sorted({x for points in known.values() for x in points})
+    axes.set_xticks(ticks, [str(x) for x in ticks])
+    axes.minorticks_off()
     axes.set_xlabel(xlabel)
-    save_figure(figure, run.path / f"{name}.png")
+    _finish(run, name, axes, config, title=title, sizes=sizes)
+
+
+def draw_bars(
+    run: Run,
+    name: str,
+    series: Mapping[str, Sequence[Band]],
+    *,
+    config: TimingConfig,
+    groups: Sequence[str],
+    ylabel: str,
+    title: str,
+    sizes: str,
+) -> None:
+    """A group of bars for each category, a bar of it for each of the series, as `name`.png.
+
+    Bars whose label says "paper" are hatched.
+    """
+    figure = curve_figure({}, ylabel=ylabel)
+    figure.set_size_inches(max(6.4, 0.55 * len(groups) * len(series)), 4.2)
+    axes = figure.axes[0]
+    width = 0.84 / len(series)
+    for i, (label, bars) in enumerate(series.items()):
+        here = [(g, each) for g, each in enumerate(bars) if math.isfinite(each[0])]
+        if not here:
+            continue
+        values = [y for _, (y, _, _) in here]
+        errors = [[y - low for _, (y, low, _) in here], [high - y for _, (y, _, high) in here]]
+        of_paper = "paper" in label
+        drawn = axes.bar(
+            [g + (i - (len(series) - 1) / 2) * width for g, _ in here],
+            values,
+            0.94 * width,
+            yerr=None if of_paper else errors,
+            label=label,
+            error_kw={"elinewidth": 1},
+            color="white" if of_paper else adapter_color(i),
+            edgecolor="gray" if of_paper else None,
+            hatch="///" if of_paper else None,
+        )
+        axes.bar_label(drawn, [f"{value:.3g}" for value in values], fontsize=7, padding=2)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xlabel("")
+    axes.margins(y=0.15)
+    axes.set_axisbelow(True)
+    _finish(run, name, axes, config, title=title, sizes=sizes)
+
+
+def _finish(run: Run, name: str, axes: Any, config: TimingConfig, *, title: str, sizes: str):
+    """The vertical scale with plain numbers, no legend of one entry, the title; then the file."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = axes.dataLim.intervaly
+    values = [patch.get_height() for patch in axes.patches] or [low]
+    low = min(low, *values) if low > 0 else min(values)
+    if low > 0 and high > 8 * low:
+        axes.set_yscale("log")
+        axes.set_ylabel(f"{axes.get_ylabel()} (log scale)")
+        axes.set_ylim(0.7 * low, 1.5 * high)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if axes.get_legend():  # made before the markers were
+        axes.get_legend().remove()
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.figure.legend(frameon=False, loc="outside lower center", ncols=3)
+    axes.set_title(f"{title}\n{device()}, {config.dtype}; {sizes}", fontsize=10)
+    save_figure(axes.figure, run.path / f"{name}.png")

@@ -172,8 +172,16 @@ def _fit(value: typing.Any, hint: typing.Any) -> typing.Any:
 
 
 def lines(registry: Mapping[str, Experiment] = EXPERIMENTS) -> list[str]:
-    """What `--list` prints: name, paper tables, summary."""
-    rows = [(name, entry.tables or "-", entry.summary) for name, entry in registry.items()]
+    """What `--list` prints: name, paper tables, summary, and the module that bindings name.
+
+    The last is left out where it is the experiment's own name: `kernel_passes.Config.rank = 4`, but
+    `compose.Config.rank = 4`.
+    """
+    rows = []
+    for name, entry in registry.items():
+        module = entry.module.rpartition(".")[2]
+        text = entry.summary + (f" ({module})" if module != name else "")
+        rows.append((name, entry.tables or "-", text))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return [f"{name:<{widths[0]}}  {tables:<{widths[1]}}  {text}" for name, tables, text in rows]
 

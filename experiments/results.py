@@ -22,7 +22,7 @@ from typing import Any
 from absl import logging
 
 from experiments import artifacts
-from experiments.provenance import source_digest
+from experiments.provenance import environment, source_digest
 from experiments.run_folder import Claim, Run, markdown, read_result, show
 
 __all__ = ["Claim", "Run", "config_gin", "execute", "run_id", "table", "write_table"]
@@ -42,8 +42,8 @@ def execute(
     """One run of one experiment, found or measured: (status, folder).
 
     A finished run is printed and not repeated, unless `rerun` or `retrain`. One that was killed,
-    stopped or failed is taken up again: what it trained is in the cache, what it was training has
-    its checkpoint there. One whose report, or what it made, is gone is measured again. An
+    stopped or failed is measured again: what it trained is in the cache, and training goes on from
+    its checkpoint there. One whose report, or what it made, is gone is measured again too. An
     exception in `main` ends as status failed, an interrupt (SIGINT, SIGTERM) as stopped.
 
     Args:
@@ -76,7 +76,7 @@ def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
     if unfinished:
         how = {"running": "was killed", "stopped": "was stopped", "failed": "failed"}
         logging.info(
-            "%s: an earlier try %s; resuming with what it left behind%s",
+            "%s: an earlier try %s%s; measuring again",
             path,
             how[found["status"]],
             f" ({found['error']})" if found["status"] == "failed" else "",
@@ -107,8 +107,8 @@ def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
         if not run.finished:
             raise RuntimeError(f"{module.__name__}.main returned without run.finish(...)")
     except KeyboardInterrupt:
-        run.write_result("stopped", error="stopped by a signal; the same command resumes it")
-        logging.error("%s: stopped; the same command resumes it", path)
+        run.write_result("stopped", error="stopped by a signal; the same command tries again")
+        logging.error("%s: stopped; the same command tries again", path)
         return "stopped"
     except Exception as error:
         run.write_result("failed", error=f"{type(error).__name__}: {error}")
@@ -157,9 +157,15 @@ def _show_found(module, config, path: pathlib.Path, result: dict) -> None:
     if hasattr(module, "found"):
         module.found(config, path)
     print(report)
-    made_by = result["environment"]["source"]
-    if made_by != source_digest():
-        print(f"Other source code made this run ({made_by}, now {source_digest()}).")
+    made_by = result["environment"]
+    if made_by["source"] != source_digest():
+        print(f"Other source code made this run ({made_by['source']}, now {source_digest()}).")
+    then, now = ((each["jax"], each["device"]) for each in (made_by, environment()))
+    if then != now:
+        print(
+            f"Another environment made this run (JAX {then[0]} on {then[1]}, "
+            f"now JAX {now[0]} on {now[1]})."
+        )
     print(f"Found in {path}; --rerun measures again, --retrain also trains again.")
 
 

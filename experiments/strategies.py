@@ -56,9 +56,10 @@ class Config(TimingConfig):
             raise ValueError(
                 f"Config.workload = {self.workload!r}: expected one of {', '.join(WORKLOADS)}"
             )
-        if not self.sizes():
+        if max(self.top_ks) > max(self.num_slots) or min(self.top_ks) > min(self.num_slots):
             raise ValueError(
-                f"Config.num_slots = {self.num_slots}, top_ks = {self.top_ks}: no k is at most K"
+                f"Config.num_slots = {self.num_slots}, top_ks = {self.top_ks}: expected for every "
+                "K a k that is at most K, and for every k such a K"
             )
 
     def sizes(self) -> list[ProblemSize]:
@@ -95,9 +96,14 @@ class Cell:
     layer: kernels_bench.Times
 
     @property
-    def regret(self) -> float:
+    def best(self) -> str:
+        """By the same paired ratios as the regret."""
         there = [name for name in STRATEGIES if name in self.alone]
-        return max(self.alone.ratio(self.choice, over=name) for name in there) - 1
+        return min(there, key=lambda name: self.alone.ratio(name, over=self.choice))
+
+    @property
+    def regret(self) -> float:
+        return 1 / self.alone.ratio(self.best, over=self.choice) - 1
 
     def over_auto(self, baseline: str) -> float:
         """A baseline's time over that of the strategy chosen, the update alone."""
@@ -133,8 +139,9 @@ def main(config: Config, run) -> None:
         )
         + "\nThe figures are of N = 2048 in float32 on a CPU; --sweep=full has the whole grid.\n\n"
         "## Cells\n\n"
-        "Milliseconds of the update alone; what auto takes is in bold. The last three are a layer "
-        "with its base product over the same with one LoRA, and two baselines over auto.\n\n"
+        "The update alone: milliseconds of what auto takes, then the time of every strategy over "
+        "it, as medians of paired ratios, the best in bold. The last three are a layer with its "
+        "base product over the same with one LoRA, and two baselines over auto.\n\n"
         + cell_table(cells)
         + f"\n`reference` is timed where the weights that it gathers are at most "
         f"{REFERENCE_BYTES // 2**20} MiB.\n" + bench.absent()
@@ -144,11 +151,11 @@ def main(config: Config, run) -> None:
 
 
 def measure(bench: Bench, config: Config, size: ProblemSize) -> Cell:
+    choice = bench.path("auto", size).strategy
     gathered = size.num_tokens * size.top_k * size.rank * (size.d_in + size.d_out) * 4
+    small = [name for name in STRATEGIES if name != "reference" or gathered <= REFERENCE_BYTES]
     arms: dict[str, Callable] = {
-        name: bench.routed(name)
-        for name in STRATEGIES
-        if name != "reference" or gathered <= REFERENCE_BYTES
+        name: bench.routed(name) for name in STRATEGIES if name in (choice, *small)
     }
     label = ", ".join(f"{name}={value}" for name, value in dataclasses.asdict(size).items())
     inputs = bench.inputs(size, config.workload, base_product=True)
@@ -159,7 +166,6 @@ def measure(bench: Bench, config: Config, size: ProblemSize) -> Cell:
         label=f"{label}, layer",
         base_product=True,
     )
-    choice = kernels_bench.choice_of_auto(size, backend=config.backend)
     return Cell(size=size, choice=choice, alone=alone, layer=layer)
 
 
@@ -202,17 +208,20 @@ def verdict(ok: bool | None) -> str:
 
 
 def cell_table(cells: list[Cell]) -> str:
-    def time_of(cell, name):
+    def over_choice(cell, name):
         if name not in cell.alone:
             return "-"
-        text = f"{1e3 * cell.alone.median(name):.3g}"
-        return f"**{text}**" if name == cell.choice else text
+        text = f"{cell.alone.ratio(name, over=cell.choice):.3f}"
+        return f"**{text}**" if name == cell.best else text
 
-    header = ["size", *STRATEGIES, "regret", "layer", "dense loop", "ragged dot"]
+    header = ["size", "auto takes", "ms", *STRATEGIES, "regret", "layer"]
+    header += ["dense loop", "ragged dot"]
     rows = [
         [
             str(cell),
-            *(time_of(cell, name) for name in STRATEGIES),
+            cell.choice,
+            f"{1e3 * cell.alone.median(cell.choice):.3g}",
+            *(over_choice(cell, name) for name in STRATEGIES),
             f"{cell.regret:.1%}",
             f"{cell.layer_overhead:.2f}",
             f"{cell.over_auto('dense_loop'):.1f}",
@@ -232,19 +241,28 @@ def draw_by_slots(run, config: Config, cells: list[Cell]) -> None:
         for cell in cells
         if (cell.size.num_tokens, cell.size.d_in, cell.size.rank, cell.size.top_k) == fixed
     ]
-    slots = [cell.size.num_slots for cell in shown]
+
+    def over_one_lora(name_of):
+        return {
+            cell.size.num_slots: kernel_timing.ratio_band(
+                cell.alone, name_of(cell), over="single_lora"
+            )
+            for cell in shown
+        }
+
     curves = {
-        name: (slots, [cell.alone.ratio(name, over="single_lora") for cell in shown])
+        name: over_one_lora(lambda cell, name=name: name)
         for name in (*STRATEGIES, "dense_loop", "ragged_dot")
     }
-    chosen = [cell.alone.ratio(cell.choice, over="single_lora") for cell in shown]
-    curves["auto takes"] = (slots, chosen)
+    curves["auto takes"] = over_one_lora(lambda cell: cell.choice)
     n, d, r, k = fixed
-    kernel_timing.draw(
+    kernel_timing.draw_curves(
         run,
         "by_slots",
         curves,
         xlabel="adapters K",
         ylabel="time over one LoRA's",
-        title=f"The update alone, N = {n}, D = F = {d}, r = {r}, k = {k}",
+        config=config,
+        sizes=f"N = {n}, D = F = {d}, r = {r}, k = {k}",
+        title=f"Every strategy over one LoRA, the update alone, tokens {config.workload}",
     )

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+_WAVE = 128  # programs for the 132 processors of an H200, one each
+
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
@@ -28,7 +30,7 @@ def choose_blocks(
     float16: bool = False,
     reload: bool = False,
 ) -> Blocks:
-    """Blocks for an H200: 132 processors, each with 227 KiB of shared memory and 64 K registers.
+    """Blocks for an H200, whose processors have 227 KiB of shared memory and 64 K registers each.
 
     Planes and parts multiply the programs until there are one or two for each processor, as long
     as a plane costs little beside x and y (its R numbers are written and read once in float32).
@@ -45,25 +47,28 @@ def choose_blocks(
     """
     rows = min(128, max(16, power_of_two(block)))
     columns = most_columns(itemsize)
+    reload = reload or rank > columns
+    # Steps over D and F: a power of two for which the compiler reports no spill.
     if itemsize > 2:
         rows, inner, outer = min(rows, 32), 32, 64
     else:
         inner = outer = 128 if rows <= 64 else 64
-    reload = reload or rank > columns
-    if itemsize <= 2 and (reload or float16):
-        outer = 64 if rows <= 64 and not (reload and float16) else 32
+        if reload or float16:
+            outer = 64 if rows <= 64 and not (reload and float16) else 32
+
     programs = max(1, num_tiles) * -(-block // rows)
-    planes = parts = 1
+    shrinking = programs * -(-rank // columns)
     # What the registers hold of h while its planes are summed.
     most = (64 if reload else 512) // rows
     if num_tiles * rows >= 1024:
         # Written and read, the planes of a token cost a tenth of its x, base and y at most.
         most = min(most, max(1, itemsize * (d_in + 2 * d_out) // (10 * 8 * rank)))
-    shrinking = programs * -(-rank // columns)
-    while planes < most and shrinking * planes < 128 and 2 * planes * inner <= d_in:
+    planes = parts = 1
+    while planes < most and shrinking * planes < _WAVE and 2 * planes * inner <= d_in:
         planes *= 2
-    while programs * parts < 264 and 2 * parts * outer <= d_out:
+    while programs * parts < 2 * _WAVE and 2 * parts * outer <= d_out:
         parts *= 2
+
     columns = max(16, min(columns, power_of_two(rank)))
     # A warp multiplies 16 × 8 at least: four would do the work of two where h has 16 columns.
     warps = 2 if columns == 16 and rows <= 32 else 4

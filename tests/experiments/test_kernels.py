@@ -3,6 +3,7 @@
 import json
 import math
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import run as command_line
 from experiments import (
     kernel_batch,
     kernel_orders,
+    kernel_overhead,
     kernel_passes,
     kernel_tiling,
     kernel_timing,
@@ -58,15 +60,9 @@ def test_an_experiment_writes_claims_metrics_and_a_picture(name, tmp_path):
     claims = {claim["id"]: claim for claim in result["claims"]}
     assert ids <= set(claims)
     for claim in claims.values():
-        assert claim["note"].startswith("cpu")
+        assert claim["note"].startswith("tiny sizes; CPU, float32")
         assert claim["paper"] is not None
-        if claim["kind"] == "time":
-            assert claim["holds"] is None
-        elif claim["id"] == "fig9.crossover" and claim["ours"] is None:
-            assert claim["holds"] is None  # they may not cross at these sizes
-        else:
-            better = (claim["ours"] >= claim["paper"]) == (claim["direction"] == "higher")
-            assert claim["holds"] == (better or claim["ours"] == claim["paper"])
+        assert claim["holds"] is None
     assert all(
         value is None or value > 0 or "regret" in key for key, value in result["metrics"].items()
     )
@@ -74,8 +70,11 @@ def test_an_experiment_writes_claims_metrics_and_a_picture(name, tmp_path):
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     assert {line["phase"] for line in lines} == {"times"}
     report = (path / "report.md").read_text()
-    assert "float32 on cpu" in report
+    assert "float32 on CPU" in report
     assert "nan" not in report
+    last = report.splitlines()[-1]
+    assert last.startswith(f"`python run.py --experiment={name} --scale=tiny --seed=0`")
+    assert f"JAX {jax.__version__}" in last
 
 
 def test_every_kernel_experiment_has_the_papers_sizes():
@@ -105,7 +104,12 @@ def test_the_full_grid_is_that_of_the_figures():
         (kernel_tiling, {"blocks": ()}, "is empty"),
         (kernel_passes, {"backend": "cuda"}, "expected one of auto"),
         (kernel_batch, {"batches": (4, 2)}, "growing"),
-        (strategies, {"num_slots": (2,), "top_ks": (4,)}, "no k is at most K"),
+        (kernel_passes, {"backend": "triton"}, "needs an NVIDIA GPU"),
+        (kernel_batch, {"num_slots": 0}, "expected more than 0"),
+        (kernel_overhead, {"num_slots": 3}, "num_slots 3; expected"),
+        (kernel_overhead, {"strategy": "groupd"}, "strategy = 'groupd'"),
+        (strategies, {"num_slots": (2,), "top_ks": (4,)}, "a k that is at most K"),
+        (strategies, {"num_slots": (2,), "top_ks": (1, 4)}, "for every k such a K"),
         (strategies, {"workload": "unifrom"}, "expected one of"),
     ],
 )
@@ -142,6 +146,26 @@ def test_regret_is_over_the_best_and_baselines_over_the_choice():
     assert figures["ragged_dot_over_auto_least"] == (2.0, True)
     assert figures["layer_over_single_D1024_K16"] == (pytest.approx(1.3), True)
     assert figures["layer_over_single_D4096_K16"] == (None, None)
+
+
+def test_the_best_is_best_by_paired_ratios():
+    # By its median block_16 is the fastest; turn by turn it is slower than the chosen in two of
+    # three, and block_64 faster.
+    turns = {"chosen": [4.0, 1.0, 9.0], "block_16": [3.0, 2.0, 10.0], "block_64": [3.6, 0.9, 8.1]}
+    times = bench.Times({name: np.array(values) for name, values in turns.items()})
+    assert min(turns, key=times.median) == "block_16"
+    assert kernel_tiling.over_best_fixed(times) == pytest.approx(1 / 0.9)
+
+    alone = bench.Times(
+        {
+            name: times.seconds[block]
+            for name, block in zip(("grouped", "bgmv", "all_slots"), turns, strict=True)
+        }
+    )
+    size = ProblemSize(num_tokens=8, d_in=8, d_out=8, rank=2, num_slots=4, top_k=1)
+    cell = strategies.Cell(size=size, choice="grouped", alone=alone, layer=alone)
+    assert cell.best == "all_slots"
+    assert cell.regret == pytest.approx(1 / 0.9 - 1)
 
 
 @pytest.mark.parametrize("order", kernel_orders.PAPER)
@@ -191,21 +215,94 @@ def test_what_is_not_there_is_said(tmp_path, monkeypatch):
     assert "over per_row_bgmv" in report
 
 
-def test_a_time_off_a_gpu_has_no_verdict_and_a_missing_ratio_none_either():
-    claim = kernel_timing.time_claim("t", paper_ms=1.0, seconds=1e-6)
+def test_a_run_of_which_nothing_is_there_fails(tmp_path, monkeypatch):
+    def absent(strategy="auto", **options):
+        def run(*operands):
+            raise NotImplementedError("no kernels here")
+
+        return run
+
+    monkeypatch.setattr(bench, "routed", absent)
+    module, config = tiny_config("table16")
+    status, path = results.execute(
+        "table16", module, config, module.digests(config), scale="tiny", workdir=tmp_path
+    )
+    assert status == "failed"
+    assert "no kernels here" in json.loads((path / "result.json").read_text())["error"]
+
+
+@pytest.mark.parametrize(
+    ("values", "holds", "said"),
+    [
+        ({"ours": 3.0}, True, "here"),
+        ({"ours": 1.0}, False, "here"),
+        ({"ours": 1.0, "direction": "lower"}, True, "here"),
+        ({"ours": math.nan}, None, "not measured"),
+        ({"ours": 3.0, "only_gpu": "a ratio of launches"}, None, "a ratio of launches, so no"),
+    ],
+)
+def test_a_ratio_is_held_against_the_papers(values, holds, said):
+    given = {"where": "here", "paper": 2.0, "direction": "higher"} | values
+    claim = kernel_timing.ratio_claim("r", **given)
+    assert claim.holds is holds
+    assert said in claim.note
+
+
+def test_a_time_off_a_gpu_has_no_verdict():
+    claim = kernel_timing.time_claim("t", where="here", paper_ms=1.0, seconds=1e-6)
     assert (claim.holds, claim.ours) == (None, pytest.approx(1e-3))
-    claim = kernel_timing.ratio_claim("r", paper=2.0, ours=math.nan, direction="higher")
-    assert claim.holds is None
-    assert "not measured" in claim.note
 
 
-def test_drawing_leaves_out_what_was_not_measured(tmp_path):
-    kernel_timing.draw(
+def test_a_note_names_the_sizes_that_are_not_the_papers():
+    config = kernel_passes.Config(num_tokens=2048, width=1024)
+    said = kernel_timing.unlike(config, **kernel_passes.PAPER_SIZES)
+    assert said == "CPU, float32, D = 1024"
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures in place of files."""
+    figures = []
+    monkeypatch.setattr(kernel_timing, "save_figure", lambda figure, path: figures.append(figure))
+    return figures
+
+
+TITLES: dict[str, Any] = {
+    "config": kernel_passes.Config(),
+    "ylabel": "y",
+    "title": "t",
+    "sizes": "N = 1",
+}
+
+
+def test_drawing_leaves_out_what_was_not_measured(tmp_path, drawn):
+    kernel_timing.draw_curves(
         types.SimpleNamespace(path=tmp_path),
         "curves",
-        {"a": ((1, 2), (1.0, math.nan)), "none": ((1, 2), (math.nan, math.nan))},
+        {"a": {1: (1.0, 0.5, 90.0), 2: kernel_timing.NOTHING}, "none": {1: kernel_timing.NOTHING}},
+        marks={"a": (3, (2.0, 1.0, 3.0))},
         xlabel="x",
-        ylabel="y",
-        title="t",
+        **TITLES,
     )
-    assert (tmp_path / "curves.png").exists()
+    (axes,) = drawn[0].axes
+    assert axes.get_legend() is None and not drawn[0].legends  # it would have one entry
+    assert axes.get_title() == "t\nCPU, float32; N = 1"
+    drawn[0].canvas.draw()
+    assert {"1", "50"} <= {label.get_text() for label in axes.get_yticklabels()}
+
+
+def test_bars_have_the_papers_beside_ours(tmp_path, drawn):
+    kernel_timing.draw_bars(
+        types.SimpleNamespace(path=tmp_path),
+        "bars",
+        {
+            "ours": [(1.0, 0.5, 2.0), kernel_timing.NOTHING],
+            "the paper's, H100": [kernel_timing.exactly(3.0)] * 2,
+        },
+        groups=["a", "b"],
+        **TITLES,
+    )
+    (axes,) = drawn[0].axes
+    assert [patch.get_height() for patch in axes.patches] == [1, 3, 3]
+    (legend,) = drawn[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ours", "the paper's, H100"]

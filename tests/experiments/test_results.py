@@ -25,11 +25,11 @@ def workdir(tmp_path, monkeypatch):
     return tmp_path / "runs"
 
 
-def execute(workdir, main, *, config=None, **options):
+def execute(workdir, main, *, config=None, scale="tiny", **options):
     config = toy.Config() if config is None else config
     module = types.SimpleNamespace(__name__="toy", main=main)
     return results.execute(
-        "toy", module, config, toy.digests(config), scale="tiny", workdir=workdir, **options
+        "toy", module, config, toy.digests(config), scale=scale, workdir=workdir, **options
     )
 
 
@@ -85,7 +85,7 @@ def test_a_run_writes_its_folder(workdir):
             report="# Title",
         )
 
-    status, path = execute(workdir, main, config=toy.Config(seed=7))
+    status, path = execute(workdir, main, config=toy.Config(seed=7), scale="cpu")
     assert status == "complete"
     assert path.parent == workdir / "toy"
     result = result_of(path)
@@ -93,7 +93,7 @@ def test_a_run_writes_its_folder(workdir):
         *("experiment", "status", "scale", "seed", "environment", "metrics", "claims"),
     }
     assert (result["experiment"], result["status"]) == ("toy", "complete")
-    assert (result["scale"], result["seed"]) == ("tiny", 7)
+    assert (result["scale"], result["seed"]) == ("cpu", 7)
     assert result["metrics"] == {"loss": None, "steps": 3}
     assert result["claims"] == [
         {
@@ -112,6 +112,10 @@ def test_a_run_writes_its_folder(workdir):
     report = (path / "report.md").read_text()
     assert report.startswith("# Title")
     assert "| table15.share | 100 % | 93 % | no | two cores |" in report
+    assert "at least the paper's" in report
+    last = report.splitlines()[-1]
+    assert last.startswith("`python run.py --experiment=toy --scale=cpu --seed=7`")
+    assert all(str(value) in last for value in result["environment"].values())
     saved = json.loads((path / "config.json").read_text())
     assert saved["config"]["seed"] == 7
     assert saved["digests"] == {"data": "d0", "base": "b0"}
@@ -145,7 +149,13 @@ def test_a_finished_run_is_found_and_its_report_printed(workdir, capsys):
     result["environment"]["source"] = "0123"
     (first[1] / "result.json").write_text(json.dumps(result))
     execute(workdir, trains(made))
-    assert "Other source code made this run (0123" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Other source code made this run (0123" in said
+    assert "Another environment" not in said
+    result["environment"]["jax"] = "0.0.1"
+    (first[1] / "result.json").write_text(json.dumps(result))
+    execute(workdir, trains(made))
+    assert "Another environment made this run (JAX 0.0.1 on" in capsys.readouterr().out
     assert made == [1]
 
 
@@ -237,7 +247,8 @@ def test_a_failure_says_why_and_the_next_try_resumes(workdir, caplog):
     with caplog.at_level("INFO", logger="absl"):
         status, again = execute(workdir, trains(made))
     assert (status, again) == ("complete", path)
-    assert "an earlier try failed" in caplog.text
+    assert "an earlier try failed (RuntimeError: no such luck); measuring again" in caplog.text
+    assert "from the cache" in caplog.text
     assert made == [1]
     assert "error" not in result_of(path)
     assert [line["phase"] for line in metrics_of(path)] == ["early", *["adapter/code"] * 2]
@@ -323,6 +334,21 @@ def test_a_time_without_a_gpu_is_not_judged(workdir):
     status, path = execute(workdir, main)
     assert status == "failed"
     assert "a time off a GPU" in result_of(path)["error"]
+
+
+def test_tiny_sizes_have_no_verdict(workdir):
+    def main(config, run):
+        claim = results.Claim(
+            id="t", kind="ratio", ours=1.0, direction="lower", holds=True, note="CPU"
+        )
+        run.finish(metrics={}, claims=[claim], report="#")
+
+    for scale, verdict in (("tiny", None), ("cpu", True)):
+        status, path = execute(workdir, main, scale=scale, rerun=True)
+        assert status == "complete"
+        (claim,) = result_of(path)["claims"]
+        assert claim["holds"] is verdict
+        assert claim["note"] == ("tiny sizes; CPU" if scale == "tiny" else "CPU")
 
 
 def test_table_of_runs(workdir, capsys):
