@@ -343,6 +343,7 @@ def _grouped_kernels(path: Path, size: Size, device: Device) -> "_Count":
     blocks = choose_blocks(
         block=path.block, num_tiles=worst, rank=size.rank, d_in=size.d_in, d_out=size.d_out,
         itemsize=item,
+        width=width,
     )  # fmt: skip
     tiles = live_tiles(n, _likely_groups(path.layout, size), path.block)  # of a pass
     fused = is_fused(num_tokens=n, rank=size.rank, width=width, itemsize=item)

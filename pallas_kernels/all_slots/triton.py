@@ -52,6 +52,8 @@ def all_slots(
     num_tiles = pl.cdiv(num_tokens, blocks.rows)
     planes = blocks_for(num_tiles=num_tiles * num_slots).planes
     column_blocks = pl.cdiv(rank, blocks.rank)
+    # A warp multiplies 16 × 8 at least: four would do the work of two where h has 16 columns.
+    warps = 2 if blocks.rank == 16 and blocks.rows <= 32 else blocks.warps
     in_steps = pl.cdiv(pl.cdiv(x.shape[1], blocks.inner), planes)
     out_steps = pl.cdiv(pl.cdiv(d_out, blocks.outer), blocks.parts)
 
@@ -128,7 +130,7 @@ def all_slots(
         out_shape=shape_varying_like(
             x, (planes, num_tokens, num_slots, column_blocks * blocks.rank), jnp.float32
         ),
-        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=blocks.stages),
         interpret=interpret,
         name="all_slots_shrink",
     )(first_slot, ids, ranks, gates.astype(jnp.float32), x, lora_a)
@@ -139,7 +141,7 @@ def all_slots(
         input_output_aliases={5: 0},
         # Pipelined, each plane of h would stand in shared memory twice; two warps spill at 16 rows.
         compiler_params=plgpu.CompilerParams(
-            num_warps=4 if blocks.rows == 16 else blocks.warps, num_stages=1
+            num_warps=4 if blocks.rows == 16 else warps, num_stages=1
         ),
         interpret=interpret,
         name="all_slots_expand",

@@ -27,6 +27,7 @@ def choose_blocks(
     d_in: int,
     d_out: int,
     itemsize: int,
+    width: int = 1,
     float16: bool = False,
     reload: bool = False,
 ) -> Blocks:
@@ -41,6 +42,7 @@ def choose_blocks(
       block: rows of a tile; a tile of more rows than a program takes is cut further.
       num_tiles: tiles at most.
       itemsize: bytes of the widest of x and the weights.
+      width: adapters of a tile, whose h are held together.
       float16: the weights are float16.
       reload: the expand loads h in its innermost loop, as it does for a rank of several blocks:
         fewer columns and planes at a time.
@@ -53,16 +55,16 @@ def choose_blocks(
         rows, inner, outer = min(rows, 32), 32, 64
     else:
         inner = outer = 128 if rows <= 64 else 64
-        if reload or float16:
+        if reload or float16 or width > 2:
             outer = 64 if rows <= 64 and not (reload and float16) else 32
 
     programs = max(1, num_tiles) * -(-block // rows)
-    shrinking = programs * -(-rank // columns)
+    shrinking = programs * width * -(-rank // columns)
     # What the registers hold of h while its planes are summed.
-    most = (64 if reload else 512) // rows
+    most = max(1, (64 if reload or width > 2 else 512) // (rows * width))
     if num_tiles * rows >= 1024:
         # Written and read, the planes of a token cost a tenth of its x, base and y at most.
-        most = min(most, max(1, itemsize * (d_in + 2 * d_out) // (10 * 8 * rank)))
+        most = min(most, max(1, itemsize * (d_in + 2 * d_out) // (10 * 8 * rank * width)))
     planes = parts = 1
     while planes < most and shrinking * planes < _WAVE and 2 * planes * inner <= d_in:
         planes *= 2
@@ -70,8 +72,6 @@ def choose_blocks(
         parts *= 2
 
     columns = max(16, min(columns, power_of_two(rank)))
-    # A warp multiplies 16 × 8 at least: four would do the work of two where h has 16 columns.
-    warps = 2 if columns == 16 and rows <= 32 else 4
     return Blocks(
         rows=rows,
         rank=columns,
@@ -79,7 +79,7 @@ def choose_blocks(
         outer=outer,
         planes=planes,
         parts=parts,
-        warps=8 if rows >= 128 or (float16 and reload) else warps,
+        warps=8 if rows >= 128 or (float16 and reload) else 4,
     )
 
 

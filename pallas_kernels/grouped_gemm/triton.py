@@ -55,6 +55,7 @@ class Update:
             d_in=x.shape[1],
             d_out=lora_b.shape[2],
             itemsize=_itemsize(x, lora_a, lora_b),
+            width=self.tiles.adapters.shape[2],
             float16=lora_b.dtype == jnp.float16,
         )
 
