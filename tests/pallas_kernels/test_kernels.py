@@ -104,7 +104,7 @@ def _any_problem(way, problem, dtype, block, seed):
     block=st.sampled_from([None, 1, 16, 32, 100]),
     seed=st.integers(0, 5),
 )
-@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
 def test_any_problem(way, problem, dtype, block, seed):
     _any_problem(way, problem, dtype, block, seed)
 
@@ -123,15 +123,15 @@ def test_any_problem_for_long(way, problem, dtype, block, seed):
 
 
 @every_kernel
-@pytest.mark.parametrize("name", ["x", "lora_a", "lora_b", "gates"])
-def test_gradients_with_ranks_past_a_block_and_shared_sets(way, name):
+def test_gradients_with_ranks_past_a_block_and_shared_sets(way):
     size = ProblemSize(num_tokens=70, d_in=70, d_out=40, rank=80, num_slots=3, top_k=2)
     case = make_case(size)
     case = dataclasses.replace(case, routing=with_ids(case.routing, {(0, 0): -1, (5, 1): 7}))
     weights = np.random.default_rng(1).standard_normal(case.base.shape).astype(np.float32)
-    found, wanted = (gradients(each, case, weights)[name] for each in (way, "reference"))
-    assert np.abs(wanted).max() > 0
-    assert_close(found, wanted, terms=2000)
+    found, wanted = (gradients(each, case, weights) for each in (way, "reference"))
+    for name, value in wanted.items():
+        assert np.abs(value).max() > 0
+        assert_close(found[name], value, terms=2000)
 
 
 @every_kernel
