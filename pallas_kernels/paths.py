@@ -37,6 +37,8 @@ def forward(path: Path, operands: Operands, indices: Indices) -> tuple[Array, ..
         return operands.base
     if path.backend != "xla":
         return _kernels_forward(operands, indices, path=path)
+    if path.strategy == "grouped":  # one sort for all projections
+        indices = indices._replace(tiles=_tiles(path, operands, indices))
     return tuple(
         _xla(path, indices, w)(operands.x, *weights, operands.gates, base)
         for w, (weights, base) in enumerate(
@@ -51,10 +53,11 @@ def backward(path: Path, operands: Operands, indices: Indices, dy: tuple[Array, 
         return jax.tree.map(jnp.zeros_like, operands)
     if path.backend != "xla":
         return _kernels_backward(operands, indices, dy, path=path)
+    sorts = path.strategy in ("grouped", "bgmv")
+    tiles = _tiles(path, operands, indices) if sorts else None
     found = []
     for w, weights in enumerate(_layer(operands, indices)):
-        if path.strategy in ("grouped", "bgmv"):
-            tiles = _tiles(path, operands, indices)
+        if tiles is not None:
             gradients = grouped_gradients(
                 operands.x, *weights, operands.gates, dy[w],
                 ranks=layer_of(indices.ranks[w], indices.layer), tiles=tiles,
@@ -73,14 +76,7 @@ def _layer(operands: Operands, indices: Indices):
 def _xla(path: Path, indices: Indices, w: int):
     ranks = layer_of(indices.ranks[w], indices.layer)
     if path.strategy == "grouped":
-
-        def run(x, lora_a, lora_b, gates, base):
-            tiles = indices.tiles
-            if tiles is None:
-                tiles = sort(path, indices.adapter_ids, lora_a.shape[0])
-            return grouped(x, lora_a, lora_b, gates, base, ranks=ranks, tiles=tiles)
-
-        return run
+        return functools.partial(grouped, ranks=ranks, tiles=indices.tiles)
     functions: dict[str, Callable[..., Array]] = {
         "all_slots": all_slots,
         "bgmv": bgmv,
