@@ -16,7 +16,7 @@ from molora_jax.display.text import adapter_color
 from pallas_kernels import bench
 from pallas_kernels.paths import Path
 from pallas_kernels.shapes import ProblemSize
-from pallas_kernels.strategy import BACKENDS, check_names, paths
+from pallas_kernels.strategy import BACKENDS, check_names
 
 # A value with its 10th and 90th percentile.
 Band = tuple[float, float, float]
@@ -127,9 +127,7 @@ class Bench:
 
     def path(self, strategy: str, size: ProblemSize) -> Path:
         """What a strategy runs at this size, on the device that runs this."""
-        found = paths(strategy, self.config.backend, size)
-        on_gpu = jax.default_backend() == "gpu"
-        return found.get("cuda", found["default"]) if on_gpu else found["default"]
+        return bench.path_here(strategy, size, backend=self.config.backend)
 
     def inputs(self, size: ProblemSize, workload: str = "uniform", **options) -> bench.Inputs:
         config = self.config

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.api import lora_delta, make_plan
+from pallas_kernels.paths import Path
 from pallas_kernels.shapes import ProblemSize, workload
 from pallas_kernels.strategy import paths
 from pallas_kernels.types import Routing
@@ -112,11 +113,11 @@ def routed(strategy: str = "auto", *, backend: str = "auto", block: int | None =
     return run
 
 
-def choice_of_auto(size: ProblemSize, *, backend: str = "auto") -> str:
-    """The strategy that `auto` takes at this size, on the device that runs this."""
-    chosen = paths("auto", backend, size)
+def path_here(strategy: str, size: ProblemSize, *, backend: str = "auto") -> Path:
+    """What a strategy, or `auto`, runs at this size on the device that runs this."""
+    found = paths(strategy, backend, size)
     on_gpu = jax.default_backend() == "gpu"
-    return (chosen.get("cuda", chosen["default"]) if on_gpu else chosen["default"]).strategy
+    return found.get("cuda", found["default"]) if on_gpu else found["default"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -227,7 +227,7 @@ class Check:
                 p10_us=1e6 * low,
                 p90_us=1e6 * high,
                 temp_bytes=arms[name].temp_bytes,
-                auto_takes=bench.choice_of_auto(size) if name == "auto" else None,
+                auto_takes=bench.path_here("auto", size).strategy if name == "auto" else None,
                 **beside,
             )
 

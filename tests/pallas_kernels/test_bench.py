@@ -114,7 +114,7 @@ def test_what_is_not_there_is_named_with_its_reason():
 
 def test_the_choice_of_auto_is_a_strategy():
     wide = {"num_tokens": 2048, "d_in": 1024, "d_out": 1024, "rank": 64, "num_slots": 64}
-    assert bench.choice_of_auto(dataclasses.replace(SIZE, **wide)) == "grouped"
+    assert bench.path_here("auto", dataclasses.replace(SIZE, **wide)).strategy == "grouped"
 
 
 def test_active_adapters_are_those_in_use():

@@ -254,6 +254,16 @@ def test_gradients_of_halves_are_summed_over_projections_in_float32(way):
         assert_close(a, b, jnp.bfloat16, terms=4)
 
 
+def test_projections_that_share_x_share_a_sort():
+    case = make_case(SIZE)
+
+    def three(x):
+        given = ([case.lora_a] * 3, [case.lora_b] * 3, case.routing)
+        return lora_deltas(x, *given, strategy="grouped", backend="xla")
+
+    assert str(jax.make_jaxpr(three)(case.x)).count("= sort[") == 1
+
+
 @every_kernel
 def test_tokens_in_another_order_give_their_rows_in_that_order(way):
     case = make_case(dataclasses.replace(SIZE, num_tokens=90), "zipf")
