@@ -265,27 +265,24 @@ def _all_slots(path: Path, size: Size, device: Device) -> "_Count":
 
 
 def _grouped_xla(path: Path, size: Size, device: Device) -> "_Count":
-    """The loop over tiles. On CPU every operation of its body is a step of the program."""
-    n, block, item = size.num_tokens, path.block, device.itemsize
-    passes = size.top_k if path.layout == "passes" else 1
-    rows = n * size.top_k if path.layout == "entries" else n
-    width = size.top_k if path.layout == "sets" else 1
-    tiles = passes * live_tiles(rows, _likely_groups(path.layout, size), block)
+    """The loop over tiles of entries. On CPU every operation of its body is a step."""
+    n, slots, block, item = size.num_tokens, size.num_slots, path.block, device.itemsize
+    entries = n * size.top_k
+    tiles = live_tiles(entries, _likely_groups("entries", size), block)
     widths = size.d_in + size.d_out
     # Weights are sliced off and then multiplied: read, written, read. Rows of x are gathered the
     # same way; the product is written, and read to be added into y.
-    moved = tiles * width * 3 * item * size.rank * widths
+    moved = tiles * 3 * item * size.rank * widths
     moved += tiles * block * (3 * item * size.d_in + 4 * 4 * size.d_out)
     moved += 2 * item * n * size.d_out  # y begins as a copy of the base
-    products = 2 * tiles * width * block * size.rank * widths
-    groups = num_groups(path.layout, num_slots=size.num_slots, top_k=size.top_k)
-    indices = passes * 4 * 3 * num_tiles(rows, groups, block=block) * block * width
+    products = 2 * tiles * block * size.rank * widths
+    indices = 4 * 3 * num_tiles(entries, slots, block=block) * block
     # Either a tile's rows of x are alive and both slices of weights, or its rows of y and one.
     a, b = item * size.rank * size.d_in, item * size.rank * size.d_out
     loop = max(item * block * size.d_in + a + b, 4 * block * size.d_out + b)
-    loop += 4 * block * size.rank + indices * 2 // 3 + size.num_slots * size.rank
-    # Before it, the sort compares its codes with the groups.
-    sort = passes * 4 * rows * (groups + 1 + 3)
+    loop += 4 * block * size.rank + indices * 2 // 3 + slots * size.rank
+    # Before it, the sort compares its codes with the slots.
+    sort = 4 * entries * (slots + 1 + 3)
     temp = max(loop, sort) + _SMALL
     return _Count(moved + indices, products, 0, 10 + 10 * tiles, temp)
 
