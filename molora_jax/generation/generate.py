@@ -12,6 +12,7 @@ from molora_jax.adapters import AdapterStack
 from molora_jax.generation.sampling import Sampling, sample
 from molora_jax.models.decoder import Decoder
 from molora_jax.routing.reach import check_reach
+from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing
 
 
@@ -60,13 +61,7 @@ def generate(
     for row, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompts[{row}] is empty: a prompt needs at least one token")
-        bad = [(at, i) for at, i in enumerate(prompt) if not 0 <= i < config.vocab_size]
-        if bad:
-            at, token = bad[0]
-            raise ValueError(
-                f"prompts[{row}][{at}] is token id {token}, outside the model's vocabulary of "
-                f"{config.vocab_size}: was it encoded with another tokenizer?"
-            )
+        check_token_ids(prompt, config.vocab_size, name=f"prompts[{row}]")
     longest = max(map(len, prompts))
     if longest + max_new_tokens > config.max_positions:
         raise ValueError(
@@ -74,7 +69,8 @@ def generate(
             f"{config.max_positions} positions: shorten either"
         )
 
-    S = _round_up(longest)
+    # Rounded, but never past the model's positions, which the decoder refuses.
+    S = min(_round_up(longest), config.max_positions - max_new_tokens)
     tokens = np.zeros((len(prompts), S), np.int32)
     mask = np.zeros((len(prompts), S), bool)
     for row, prompt in enumerate(prompts):
@@ -90,7 +86,7 @@ def generate(
     key = jax.random.key(seed)
     chosen, routing, cache = _prefill(
         decoder, tokens, mask, routed, jax.random.fold_in(key, 0), knobs,
-        cache_size=_round_up(S + max_new_tokens),
+        cache_size=min(_round_up(S + max_new_tokens), config.max_positions),
     )  # fmt: skip
     # A step that sliced the layers out of stacked weights would copy all of them for every token.
     stepper = decoder.unstacked()

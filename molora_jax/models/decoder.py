@@ -18,6 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from molora_jax.adapters import AdapterStack
 from molora_jax.layers import MoLoRALinear, RoutedAdapters, linear, project, rms_norm
 from molora_jax.models.config import ModelConfig, rope_frequencies
+from molora_jax.routing.reach import check_reach
+from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing, make_plan
 
 Given = Array | np.ndarray
@@ -201,7 +203,7 @@ class Decoder(nnx.Module):
     ) -> DecoderOutput:
         """Reads a whole batch at once, padded on either side.
 
-        tokens          (B, S)
+        tokens          (B, S); ids outside the vocabulary are refused; inside jit their row is NaN
         mask            (B, S), True for real tokens; None where all are
         adapters        AdapterBank.stacks; they act only where `router` sends a token
         router          any router of molora_jax.routing; needed with `adapters`, and the reverse
@@ -216,6 +218,7 @@ class Decoder(nnx.Module):
                 "both (FixedRouter or SequenceRouter for a fixed choice), or neither for the base"
             )
         tokens = jnp.asarray(tokens)
+        self._check_length("the batch has", tokens.shape[1])
         mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
         rope = self._rope(positions_of(mask))
         S = tokens.shape[1]
@@ -240,7 +243,7 @@ class Decoder(nnx.Module):
             )
             return (out, held), emitted
 
-        x = self.embedding[...][tokens]
+        x = self._embed(tokens, mask)
         sliced_router = router if decision.kind == "per_layer" else None
         carry = (x, decision.first())
         if unroll:
@@ -288,6 +291,7 @@ class Decoder(nnx.Module):
         S = tokens.shape[1]
         if cache_size < S:
             raise ValueError(f"cache_size {cache_size} is less than the {S} tokens of the prompt")
+        self._check_length("cache_size is", cache_size)
         out = self(
             tokens, mask, adapters=adapters, router=router, column_to_slot=column_to_slot,
             strategy=strategy, backend=backend, return_keys_values=True,
@@ -336,7 +340,7 @@ class Decoder(nnx.Module):
         )  # fmt: skip
         rope = self._rope(positions)
         sliced_router = router if decision.kind == "per_layer" else None
-        x, held = self.embedding[...][tokens], decision.first()
+        x, held = self._embed(tokens), decision.first()
         keys, values, routings = [], [], []
         for index in range(self.config.num_layers):
             layer, layer_router = self._layer(index), at_layer(sliced_router, index)
@@ -359,9 +363,32 @@ class Decoder(nnx.Module):
         cache = KVCache(tuple(keys), tuple(values), filled, next_slot)
         return DecoderOutput(hidden, routing), cache
 
+    def _check_length(self, what: str, length: int) -> None:
+        # By the static size, padding included: inside jit nothing else can be refused, and past the
+        # context some models have other frequencies or a window (rope.py, config.py).
+        if length > self.config.max_positions:
+            raise ValueError(
+                f"{what} {length} positions, padding included, and the model has "
+                f"{self.config.max_positions}: shorten the texts or pad them less"
+            )
+
     def _layer(self, index: int) -> DecoderLayer:
         layers = self.layers
         return layers[index] if isinstance(layers, nnx.List) else at_layer(layers, index)
+
+    def _embed(
+        self, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"] | None = None
+    ) -> Float[Array, "B S D"]:
+        """Rows of the embedding.
+
+        A real id outside the vocabulary is refused; inside jit it is NaN, and never another token.
+        """
+        V = self.embedding.shape[0]
+        check_token_ids(tokens, V, mask=mask)
+        known = (tokens >= 0) & (tokens < V)
+        harmless = known if mask is None else known | ~mask  # padding may hold anything
+        x = self.embedding[...][jnp.where(known, tokens, 0)]
+        return jnp.where(harmless[:, :, None], x, jnp.asarray(jnp.nan, x.dtype))
 
     def _rope(self, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
         frequencies, factor = rope_frequencies(self.config)
@@ -384,6 +411,7 @@ class _Decision:
         self.kind = None if router is None else router.decision
         self.input_logits = None
         if router is not None:
+            check_reach(router, adapters, column_to_slot, vocab_size=decoder.config.vocab_size)
             self.num_slots = next(iter(adapters.values())).lora_a.shape[1]
             if (
                 self.kind == "shared"

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from molora_jax.routing.select import place, resident_columns
+from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing
 
 
@@ -72,20 +73,6 @@ class VocabularyRouter(nnx.Module):
             table[start:stop] = column
         return cls(table, num_columns=num_columns)
 
-    def check(self, token_ids: Int[Array, "B S"], mask: Bool[Array, "B S"] | None = None) -> None:
-        """ValueError naming the first real token id outside the table, and its position."""
-        ids, V = np.asarray(token_ids), self.table[...].shape[0]
-        bad = (ids < 0) | (ids >= V)
-        if mask is not None:
-            bad &= np.asarray(mask)
-        if bad.any():
-            at = tuple(int(i) for i in np.argwhere(bad)[0])
-            raise ValueError(
-                f"token id {ids[at]} at position {at} is outside the router's table, which has "
-                f"{V} ids ({int(bad.sum())} such in all): expected 0 <= id < {V}; build the table "
-                "for the vocabulary of the tokenizer in use, image tokens included"
-            )
-
     def __call__(
         self,
         token_ids: Int[Array, "B S"],
@@ -98,8 +85,14 @@ class VocabularyRouter(nnx.Module):
 
         Ids outside the table are refused where they can be read, and use no adapter inside jit.
         """
-        if not isinstance(token_ids, jax.core.Tracer) and not isinstance(mask, jax.core.Tracer):
-            self.check(token_ids, mask)
+        check_token_ids(
+            token_ids,
+            self.table[...].shape[0],
+            name="token_ids",
+            of="the router's table",
+            mask=mask,
+            remedy="build the table for the tokenizer in use, image tokens included",
+        )
         resident_columns(column_to_slot, self.num_columns)
         table = self.table[...]
         last = table.shape[0] - 1

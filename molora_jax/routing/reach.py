@@ -7,6 +7,7 @@ refused there, so that the base is never served in place of an adapter that was 
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int
@@ -28,8 +29,12 @@ def check_reach(
 
     A column is without one if it lies past the last, if `column_to_slot` has −1 for it, or if its
     slot is empty. A learned router never chooses a column that is not resident, so of it only the
-    number of columns is checked; a vocabulary router must know all `vocab_size` token ids.
+    number of columns is checked; a vocabulary router must know all `vocab_size` token ids. Inside
+    jit, where none of this can be read, nothing is checked.
     """
+    leaves = jax.tree.leaves((router, dict(adapters), column_to_slot))
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return
     kind = type(router).__name__
     ranks = [np.asarray(stack.ranks) for stack in adapters.values()]
     num_slots = ranks[0].shape[1]

@@ -13,8 +13,9 @@ from molora_jax.adapters import Adapter, TrainableAdapter, init_adapter
 from molora_jax.models import BaseModel, params_digest
 from molora_jax.models.decoder import Decoder
 from molora_jax.routing import SequenceRouter
+from molora_jax.token_ids import check_token_ids
 from molora_jax.training.config import AdapterTrainConfig
-from molora_jax.training.data import Batch, BatchOrder, check_tokens
+from molora_jax.training.data import Batch, BatchOrder
 from molora_jax.training.loop import fit
 from molora_jax.training.losses import next_token_loss
 
@@ -35,7 +36,9 @@ def train_adapter(
     Raises NonFiniteLossError where training diverges; no adapter comes out then. ValueError for a
     token id that the base does not have.
     """
-    check_tokens(windows, base.config.vocab_size, name=f"windows of adapter {name!r}")
+    check_token_ids(
+        windows.tokens, base.config.vocab_size, name=f"windows of adapter {name!r}: tokens"
+    )
     start = init_adapter(
         base.config,
         rank=config.rank,

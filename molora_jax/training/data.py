@@ -201,22 +201,6 @@ def _endless(rng: np.random.Generator, count: int):
         yield from rng.permutation(count).tolist()
 
 
-def check_tokens(windows: Batch, vocab_size: int, *, name: str = "windows") -> None:
-    """Raises ValueError for a token id outside the base's embedding.
-
-    JAX reads the nearest row for such an id, so that training would go on with another token.
-    """
-    wrong = np.argwhere((windows.tokens < 0) | (windows.tokens >= vocab_size))
-    if len(wrong):
-        row, position = wrong[0]
-        raise ValueError(
-            f"{name}: row {row}, position {position} has token id {windows.tokens[row, position]} "
-            f"({len(wrong)} such ids in all); the base has a vocabulary of {vocab_size} tokens, "
-            f"0..{vocab_size - 1}. Was the text encoded with another tokenizer? Encode it with the "
-            "base's own"
-        )
-
-
 def check_seq_len(seq_len: int) -> None:
     """Raises ValueError for windows too short to hold a target."""
     if seq_len < 2:

@@ -17,7 +17,8 @@ from molora_jax.adapters import AdapterStack
 from molora_jax.models.decoder import Decoder
 from molora_jax.routing import FixedRouter
 from molora_jax.routing.reach import check_reach
-from molora_jax.training.data import Batch, check_tokens
+from molora_jax.token_ids import check_token_ids
+from molora_jax.training.data import Batch
 from molora_jax.training.losses import token_nll
 
 
@@ -88,7 +89,7 @@ def evaluate(
     Arms of the same structure (the same bank, router type and k) share one compiled function; so
     do the base, every single adapter and the oracle when all are given as arms over one bank.
     """
-    check_tokens(windows, decoder.config.vocab_size)
+    check_token_ids(windows.tokens, decoder.config.vocab_size)
     nll, choices = [], []
     for start in range(0, windows.num_rows, batch_size):
         rows = windows.rows(slice(start, start + batch_size))

@@ -26,12 +26,12 @@ from molora_jax.routing import LearnedRouter, count_nonfinite
 from molora_jax.routing.losses import balance_loss, label_loss, z_loss
 from molora_jax.routing.metrics import collapse_warning
 from molora_jax.routing.select import check_choice, usable_tokens
+from molora_jax.token_ids import check_token_ids
 from molora_jax.training.adapter import kept_frozen, trainable_line
 from molora_jax.training.config import RouterTrainConfig
 from molora_jax.training.data import (
     Batch,
     BatchOrder,
-    check_tokens,
     concatenate,
     joined_windows,
 )
@@ -218,7 +218,9 @@ def _check(residents, data: Sequence[Batch], config: RouterTrainConfig, base: Ba
             "adapter's own data, in the order of bank.list()"
         )
     for name, windows in zip(names, data, strict=True):
-        check_tokens(windows, base.config.vocab_size, name=f"data of adapter {name!r}")
+        check_token_ids(
+            windows.tokens, base.config.vocab_size, name=f"data of adapter {name!r}: tokens"
+        )
     check_choice(top_k=config.top_k, num_columns=len(names), gate=config.gate)
     layers = base.config.num_layers
     if config.after_layer is not None and not 0 <= config.after_layer < layers - 1:

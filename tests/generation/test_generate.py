@@ -90,6 +90,8 @@ def test_a_seed_repeats_and_another_differs(decoder):
     ("prompts", "message"),
     [
         ([[1], []], r"prompts\[1\] is empty"),
+        ([[1, 2], [3, -1]], r"prompts\[1\]\[1\] is token id -1"),
+        ([[2**31]], r"prompts\[0\]\[0\] is token id 2147483648"),
         ([[1, CONFIG.vocab_size]], rf"prompts\[0\]\[1\] is token id {CONFIG.vocab_size}"),
         ([[1] * 60], "exceed the model's 64 positions"),
     ],

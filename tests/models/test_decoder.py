@@ -266,6 +266,44 @@ def test_adapters_on_a_subset_of_projections():
     np.testing.assert_allclose(logits[0], expected, atol=5e-4, rtol=1e-3)
 
 
+def test_ids_outside_the_vocabulary_are_refused_and_inside_jit_give_nan_and_no_adapter():
+    # An array look-up would read the last row of the embedding for -1 and for V alike.
+    config = tiny_config()
+    decoder, stacks, V = Decoder(config, random_arrays(config)), random_stacks(config), 53
+    assert config.vocab_size == V
+    router = LearnedRouter(24, K, num_layers=config.num_layers, top_k=2, rngs=nnx.Rngs(7))
+    for wrong in (-1, V, 2**31 - 1):
+        tokens = jnp.asarray([[3, 4, wrong], [5, 6, 7]])
+        with pytest.raises(ValueError, match=rf"tokens\[0, 2\] is token id {wrong}, .* of 53 ids"):
+            decoder(tokens)
+        out, logits = forward(decoder, tokens, adapters=stacks, router=router)
+        assert np.isnan(logits[0]).all()  # a hidden value counts 0, and 0·NaN is NaN
+        ids = np.asarray(out.routing.adapter_ids).reshape(config.num_layers, 2, 3, 2)
+        assert (ids[:, 0, 2] == -1).all() and (ids[0, :, :2] >= 0).all()
+        # The other row, and a row that only pads with the id, are as ever.
+        _, expected = forward(decoder, tokens.at[0, 2].set(8), adapters=stacks, router=router)
+        np.testing.assert_array_equal(logits[1], expected[1])
+        mask = jnp.asarray([[True, True, False], [True] * 3])
+        assert np.isfinite(forward(decoder, tokens, mask)[1]).all()
+
+
+def test_a_bank_of_one_adapter_under_a_learned_router_is_plain_lora_bit_for_bit():
+    config = tiny_config()
+    decoder = Decoder(config, random_arrays(config))
+    one = jax.tree.map(lambda leaf: leaf[:, :1], random_stacks(config))
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, config.vocab_size, (2, 7)))
+    plain = forward(decoder, tokens, adapters=one, router=SequenceRouter(jnp.asarray([0, 0])))[1]
+    assert np.abs(plain - forward(decoder, tokens)[1]).max() > 1e-2
+    for place in ({"num_layers": config.num_layers}, {"after_layer": 0}):
+        for gate in ("softmax", "unit"):
+            router = LearnedRouter(24, 1, top_k=1, gate=gate, rngs=nnx.Rngs(1), **place)
+            routed = forward(decoder, tokens, adapters=one, router=router)[1]
+            if "num_layers" in place:
+                np.testing.assert_array_equal(routed, plain)
+            else:  # the layers up to the deciding one use no adapter
+                assert not np.array_equal(routed, plain)
+
+
 def test_adapters_without_a_router_are_refused():
     config = tiny_config()
     decoder = Decoder(config, random_arrays(config))

@@ -1,4 +1,4 @@
-"""Field report kind "base served in place of the adapter": refused where the host can know."""
+"""The base served in place of an adapter: refused where the host can know."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -54,8 +54,10 @@ def test_what_can_be_reached_passes(stacks):
     )
 
 
-def test_generate_and_evaluate_refuse_before_they_run(stacks):
+def test_a_pass_generate_and_evaluate_refuse_before_they_run(stacks):
     decoder = Decoder(CONFIG, random_arrays(CONFIG))
+    with pytest.raises(ValueError, match="slot 2, which is empty"):
+        decoder(jnp.asarray([[1, 2]]), adapters=stacks, router=SequenceRouter(np.array([2])))
     with pytest.raises(ValueError, match="column 7"):
         generate(
             decoder,

@@ -289,7 +289,7 @@ def test_vocabulary_refuses_ids_outside_the_table_or_uses_the_base_inside_jit():
     routing, _, _ = call(router, ids, None, mask)
     np.testing.assert_array_equal(routing.adapter_ids[:, 0], [0, 0, 1, 1, -1, -1, -1])
     np.testing.assert_array_equal(routing.gates[:, 0], [1, 1, 1, 1, 0, 0, 0])
-    with pytest.raises(ValueError, match=r"token id 11 at position \(0, 4\).*11 ids \(3 such"):
+    with pytest.raises(ValueError, match=r"token_ids\[0, 4\] is token id 11, .*11 ids \(3 such"):
         router(jnp.asarray(ids), None, jnp.asarray(mask))
     # Padding may hold anything.
     router(jnp.asarray(ids), None, jnp.asarray(mask & (np.arange(7) < 4)))

@@ -41,7 +41,7 @@ def test_each_adapter_lowers_the_loss_of_its_own_held_out_text(tiny):
 
 
 def test_the_exported_folder_computes_what_was_trained(tiny, tmp_path):
-    """Field reports T3, F12, F13: B is not zero, the folder holds it, the bank gives its loss."""
+    """B is not zero, the folder holds it, the bank gives its loss."""
     windows = tiny.train[0]
     config = dataclasses.replace(
         SETTINGS, steps=6, use_rslora=True, rank=3, accumulate=2, projections=("v_proj", "up_proj")
@@ -79,7 +79,7 @@ def test_the_exported_folder_computes_what_was_trained(tiny, tmp_path):
 
 
 def test_base_is_untouched_and_not_in_the_optimiser(tiny, tmp_path, capsys):
-    """Field report T6."""
+    """A base that drifts, or sits in the optimiser, is no frozen base."""
     before = params_digest(tiny.base.decoder)
     config = dataclasses.replace(SETTINGS, steps=20, weight_decay=0.1, checkpoint_every=20)
     train_adapter(tiny.base, tiny.train[0], config, name="sql", run_dir=tmp_path)
@@ -148,5 +148,5 @@ def test_settings_are_checked():
 def test_windows_of_another_tokenizer_are_refused(tiny):
     windows = tiny.train[0].rows(np.arange(4))  # a copy, where a slice would be a view
     windows.tokens[2, 3] = vocab_size = tiny.base.config.vocab_size
-    with pytest.raises(ValueError, match=rf"'sql': row 2, position 3 has token id {vocab_size} "):
+    with pytest.raises(ValueError, match=rf"'sql': tokens\[2, 3\] is token id {vocab_size}"):
         train_adapter(tiny.base, windows, SETTINGS, name="sql")

@@ -61,7 +61,7 @@ def test_half_written_and_damaged_checkpoints_are_skipped_with_a_message(tmp_pat
 
 
 def test_another_tree_is_refused_with_what_is_missing_and_what_is_too_much(tmp_path):
-    """Field report C3."""
+    """Adapters change the tree that a checkpoint must fit."""
     save_checkpoint(tmp_path, 1, {"base": jnp.zeros(3), "both": jnp.zeros(2)}, meta={})
     with pytest.raises(ValueError, match="missing") as caught:
         restore_newest(tmp_path, {"adapter": jnp.zeros(3), "both": jnp.zeros((2, 1))})
@@ -105,7 +105,7 @@ def python(code: str, *arguments: str, devices: int = 1) -> subprocess.Popen:
 
 
 def test_checkpoints_move_between_eight_devices_and_one(tmp_path):
-    """Field report C1."""
+    """Shardings stored in a file would tie it to its devices."""
     saved = python(SHARDED, str(tmp_path), "save", devices=8)
     assert saved.communicate(timeout=60)[0].split()[-1:] == ["8"], "could not save"
     found = describe_checkpoint(tmp_path)

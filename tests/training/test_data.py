@@ -95,13 +95,3 @@ def test_documents_are_held_out_whole_and_at_least_one_on_each_side():
     assert len(train) == len(held_out) == 1
     with pytest.raises(ValueError, match="two or more"):
         data.split_documents(["a"], held_out_share=0.5)
-
-
-@pytest.mark.parametrize("wrong", [24, -1])
-def test_token_ids_past_the_embedding_are_refused_with_their_place(wrong):
-    windows = numbered(0, windows=3)
-    data.check_tokens(windows, 24)
-    windows.tokens[1, 5] = wrong
-    said = rf"low: row 1, position 5 has token id {wrong} .*vocabulary of 24 .*another tokenizer"
-    with pytest.raises(ValueError, match=said):
-        data.check_tokens(windows, 24, name="low")

@@ -54,7 +54,7 @@ def test_responses_only_takes_the_assistants_tokens_as_targets(tmp_path, tokeniz
 
 
 def test_cut_rows_are_counted_and_rows_without_a_target_dropped(tmp_path, tokenizer, capsys):
-    """Field report T1: a prompt longer than the window leaves nothing to learn."""
+    """A prompt longer than the window leaves nothing to learn."""
     path = write(
         tmp_path / "a.jsonl",
         chat("x" * 60, "never seen"),

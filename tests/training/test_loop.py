@@ -110,7 +110,7 @@ def test_settings_are_checked(field, value):
 
 
 def test_frozen_and_initial_values_stay_the_callers(tmp_path):
-    """Field report T6: twenty steps with weight decay leave the frozen tree as it was."""
+    """Twenty steps with weight decay leave the frozen tree as it was."""
     params, frozen = toy()
     before = jax.tree.map(np.array, (params, frozen))
     config = TrainConfig(steps=20, lr=0.1, weight_decay=0.1, checkpoint_every=20)
@@ -227,7 +227,7 @@ def test_non_finite_gradient_of_a_finite_loss_stops_at_the_first_step():
 
 
 def test_a_batch_without_targets_changes_nothing_and_counts_zero():
-    """Field report T1: rows without any target give loss 0, never NaN."""
+    """Rows without any target give loss 0, never NaN."""
     params, frozen = toy()
     data = windows()
     data.weights[:] = 0

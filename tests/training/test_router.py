@@ -94,7 +94,7 @@ def test_it_is_said_where_the_label_was_read(changed, said):
 
 
 def test_records_say_what_the_router_does(tiny, tmp_path, capsys):
-    """Field report R8: usage, entropy, largest share, gradient norm, broken tokens, every step."""
+    """Usage, entropy, largest share, gradient norm, broken tokens, every step."""
     _, training = train_router(tiny.base, tiny.bank, tiny.train, QUICK, run_dir=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == training.records
@@ -114,7 +114,7 @@ def test_records_say_what_the_router_does(tiny, tmp_path, capsys):
 
 
 def test_collapse_is_reported_and_a_balance_loss_prevents_it(tiny, caplog):
-    """Field report R8: two hundred steps with coefficient 0, then with a balance loss."""
+    """Two hundred steps with coefficient 0, then with a balance loss."""
     # Both columns are shown the first domain, so one adapter is right for every token.
     data = [tiny.train[0].rows(slice(0, 30)), tiny.train[0].rows(slice(30, 60))]
     config = dataclasses.replace(
@@ -171,7 +171,7 @@ def loss_inputs(tiny, bank: AdapterBank):
 
 
 def test_untrained_adapters_give_the_router_no_gradient_and_are_refused(tiny):
-    """Field report T4."""
+    """With B = 0 the adapters are alike, and the task says nothing to the router."""
     windows = labelled_windows(tiny.train, joined_share=0.0, split="half", seed=0)
     norms = {}
     for zero_b in (True, False):
@@ -185,7 +185,7 @@ def test_untrained_adapters_give_the_router_no_gradient_and_are_refused(tiny):
 
 
 def test_padding_reaches_no_loss_and_no_statistic(tiny):
-    """Field reports R2 and R9."""
+    """A mask that is missing or of the wrong shape lets padding in."""
     short = labelled_windows(
         [each.rows(slice(0, 2)) for each in tiny.held_out], joined_share=0.0, split="half", seed=0
     )
@@ -210,7 +210,7 @@ def test_broken_tokens_are_counted_and_kept_out():
 
 
 def test_what_needs_no_router_or_does_not_fit_is_refused_before_anything_runs(tiny):
-    """Field report R9."""
+    """One adapter makes no router; k is checked before anything is compiled."""
     one = AdapterBank(tiny.base.config, num_slots=2, max_rank=4)
     one.load(tiny.adapters[0])
     with pytest.raises(ValueError, match="two or more"):
@@ -225,7 +225,7 @@ def test_what_needs_no_router_or_does_not_fit_is_refused_before_anything_runs(ti
             train_router(tiny.base, tiny.bank, tiny.train, config)
     wrong = tiny.train[1].rows(np.arange(3))
     wrong.tokens[0, 1] = tiny.base.config.vocab_size
-    with pytest.raises(ValueError, match="data of adapter 'high': row 0, position 1 has token id"):
+    with pytest.raises(ValueError, match=r"data of adapter 'high': tokens\[0, 1\] is token id"):
         train_router(tiny.base, tiny.bank, [tiny.train[0], wrong], QUICK)
     for field, value in {
         "top_k": 0,
