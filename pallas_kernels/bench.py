@@ -204,16 +204,17 @@ def compile_arms(
     inputs: Inputs,
     *,
     host: Sequence[str] = (),
-    **options,
+    calls: int = 1,
+    base_product: bool = False,
 ) -> tuple[dict[str, Arm], dict[str, str]]:
     """Arms by name, and by name the reason of each that is not there."""
     arms, missing = {}, {}
     for name, function in functions.items():
         try:
             arms[name] = (
-                host_arm(function, base_product=options.get("base_product", False))
+                host_arm(function, base_product=base_product)
                 if name in host
-                else compile_arm(function, inputs, **options)
+                else compile_arm(function, inputs, calls=calls, base_product=base_product)
             )
         except NotImplementedError as error:
             missing[name] = str(error)

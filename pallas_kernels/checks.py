@@ -1,6 +1,6 @@
 """What a caller can get wrong, refused before anything is compiled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from pallas_kernels.types import DispatchPlan, Routing, Tiles
 def check_routing(routing: Routing, num_slots: int) -> None:
     """Shapes, dtypes, and the ids themselves where they are known (outside `jit`)."""
     ids, gates = routing.adapter_ids, routing.gates
-    check_arrays(**{"routing.adapter_ids": ids, "routing.gates": gates})
+    check_arrays({"routing.adapter_ids": ids, "routing.gates": gates})
     if type(num_slots) is not int or num_slots < 1:
         raise ValueError(f"num_slots is {num_slots!r}; expected a number of slots, 1 or more")
     if ids.ndim != 2 or ids.shape[1] == 0:
@@ -50,10 +50,10 @@ def check_routing(routing: Routing, num_slots: int) -> None:
 
 def check_same_slots(lora_a: Sequence[Array]) -> None:
     """Projections that share a routing have the same slots, and the same layers."""
-    check_arrays(lora_a=lora_a[0])
+    check_arrays({"lora_a": lora_a[0]})
     first = lora_a[0].shape[:-2]
     for w, each in enumerate(lora_a):
-        check_arrays(lora_a=each)
+        check_arrays({"lora_a": each})
         if each.shape[:-2] != first:
             raise ValueError(
                 f"lora_a[{w}] has shape {each.shape} and lora_a[0] {lora_a[0].shape}; expected the "
@@ -61,7 +61,7 @@ def check_same_slots(lora_a: Sequence[Array]) -> None:
             )
 
 
-def check_arrays(**arrays: Any) -> None:
+def check_arrays(arrays: Mapping[str, Any]) -> None:
     """A list has no dtype to check, and would be another array at every call."""
     for name, array in arrays.items():
         if array is not None and not hasattr(array, "dtype"):
@@ -79,7 +79,7 @@ def check_operands(
     layer: int | Array | None = None,
 ) -> None:
     """Everything `lora_delta` is given, except its plan."""
-    check_arrays(x=x, lora_a=lora_a, lora_b=lora_b, base=base, ranks=ranks)
+    check_arrays({"x": x, "lora_a": lora_a, "lora_b": lora_b, "base": base, "ranks": ranks})
     floats = {"x": x, "lora_a": lora_a, "lora_b": lora_b, "base": base}
     for name, array in floats.items():
         if array is not None and not jnp.issubdtype(array.dtype, jnp.floating):
