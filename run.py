@@ -8,7 +8,7 @@ import logging
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NoReturn
 
 from absl import app, flags
@@ -17,6 +17,7 @@ from experiments import registry
 
 CONFIGS = pathlib.Path(__file__).resolve().parent / "configs"
 SCALES = ("tiny", "cpu", "paper")
+OWN_PACKAGES = ("__gin__", "experiments", "molora_jax", "pallas_kernels")
 
 _LIST = flags.DEFINE_bool("list", False, "Print every experiment, a line each, and leave.")
 _EXPERIMENT = flags.DEFINE_string("experiment", "compose", "Which experiment; see --list.")
@@ -27,6 +28,9 @@ _SCALE = flags.DEFINE_enum(
     "tiny: seconds, random weights, for tests; cpu: minutes on two cores, a real model and data; "
     "paper: the paper's own sizes, on a GPU.",
 )
+MAX_INCLUDES = 32
+MAX_SEED = 2**32 - 1  # what jax.random and numpy take alike
+
 _GIN_FILE = flags.DEFINE_multi_string(
     "gin_file", [], "A gin file laid over the experiment's own; may be given several times."
 )
@@ -58,7 +62,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         rest = flags.FLAGS(list(argv))
     except flags.UnrecognizedFlagError as error:
         _misused(f"unknown flag --{error.flagname}", error.flagname, _own_flags(), prefix="--")
-    except flags.Error as error:
+    except (flags.Error, ValueError) as error:  # absl's own for --nolist=value
         _misused(str(error))
     if len(rest) > 1:
         near = [*registry.nearest(rest[1], registry.EXPERIMENTS), "compose"][0]
@@ -74,7 +78,9 @@ def _misused(
     message: str, name: str = "", known: Sequence[str] = (), *, prefix: str = ""
 ) -> NoReturn:
     """Prints the message, with the known names nearest to `name`, and leaves with code 2."""
-    print(f"run.py: {message}{_hint(name, known, prefix=prefix)}", file=sys.stderr)
+    text = f"{_one_line(message)}{_hint(name, known, prefix=prefix)}"
+    # A terminal need not have the letters that a caller typed.
+    print(f"run.py: {text.encode('utf-8', 'backslashreplace').decode()}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -175,9 +181,12 @@ def resolve(name: str, module: Any, *, configs: pathlib.Path, sweep_point: str =
     if flags.FLAGS["seed"].present:
         values["seed"] = _SEED.value
     try:
-        return module.Config(**values)
+        config = module.Config(**values)
     except ValueError as error:
-        raise Misuse(str(error)) from None
+        raise Misuse(_one_line(str(error))) from None
+    if not 0 <= config.seed <= MAX_SEED:
+        raise Misuse(f"seed {config.seed}: expected 0 to {MAX_SEED}")
+    return config
 
 
 def bindings(
@@ -187,7 +196,8 @@ def bindings(
 
     gin accepts a binding of anything that can be imported, and macros that nobody reads; both
     would do nothing without a word, so they are refused, except that a `shared` file may bind other
-    experiments.
+    experiments. It would also import, and so run, any module that a file names: only the project's
+    own are let through.
 
     Raises:
       Misuse: as `resolve` has it.
@@ -197,18 +207,19 @@ def bindings(
     package, _, short = module.__name__.rpartition(".")
     imports = f"from {package} import {short}" if package else f"import {short}"
     preamble = f"from __gin__ import dynamic_registration\n{imports}\nexperiment = @{short}.Config"
-    for file in files:
-        if not pathlib.Path(file).is_file():
-            known = sorted(path.name for path in CONFIGS.glob("*.gin"))
-            near = _hint(pathlib.Path(file).name, known)
-            raise Misuse(f"--gin_file={file}: there is no such file{near}")
+    own = {module.__name__.partition(".")[0], *OWN_PACKAGES}
     gin.clear_config()
     try:
+        sources = [text for file in files for text in _with_includes(file, own)]
+        for text in texts:
+            sources += _checked(text, "--gin_bindings", own)
         for file in files:
             gin.parse_config_file(str(file))
         gin.parse_config("\n".join([preamble, *texts]))
         values = gin.get_bindings(module.Config)
-        written = gin.config_str(max_line_length=10**6)
+        written = gin.config_str(max_line_length=10**4)  # gin pads its comments to it
+    except Misuse:
+        raise
     except Exception as error:
         if shared:  # the project's own file: a mistake in the code, not the caller's
             raise
@@ -216,11 +227,63 @@ def bindings(
     finally:
         gin.clear_config()
     if not shared:
-        sources = [pathlib.Path(file).read_text(encoding="utf-8") for file in files]
-        for binding in _without_effect(written, [written, *texts, *sources], short):
+        for binding in _without_effect(written, [written, *sources], short):
             near = _nearest_fields(binding, module, short)
-            raise Misuse(f"binding {binding!r} has no effect on this experiment{near}")
+            shown = _one_line(binding)
+            raise Misuse(f"binding {shown!r} has no effect on this experiment{near}")
     return values
+
+
+def _with_includes(file: Any, own: Set[str]) -> list[str]:
+    """The text of a gin file and of all that it includes, in which only `own` is imported."""
+    try:
+        found = pathlib.Path(file).is_file()
+        text = pathlib.Path(file).read_text(encoding="utf-8") if found else ""
+    except (OSError, ValueError) as error:
+        raise Misuse(f"--gin_file={_one_line(str(file))}: {_one_line(str(error))}") from None
+    if not found:
+        near = _hint(pathlib.Path(file).name, sorted(path.name for path in CONFIGS.glob("*.gin")))
+        raise Misuse(f"--gin_file={_one_line(str(file))}: there is no such file{near}")
+    return _checked(text, f"--gin_file={_one_line(str(file))}", own)
+
+
+def _checked(text: str, where: str, own: Set[str], *, depth: int = 0) -> list[str]:
+    """`text` and all that it includes, read as gin reads them but without importing anything."""
+    from gin import config_parser
+
+    class Nothing(config_parser.ParserDelegate):
+        """Takes references and macros without looking for what they name."""
+
+        def configurable_reference(self, scoped_configurable_name, evaluate):
+            return scoped_configurable_name
+
+        def macro(self, scoped_name):
+            return scoped_name
+
+    found = [text]
+    for statement in config_parser.ConfigParser(text, Nothing()):
+        if isinstance(statement, config_parser.ImportStatement):
+            package = statement.module.partition(".")[0]
+            if package not in own:
+                raise Misuse(
+                    f"{where}: import of {_one_line(statement.module)!r}: a gin file may import "
+                    f"only from {', '.join(sorted(own))}, since an import runs code"
+                )
+        elif isinstance(statement, config_parser.IncludeStatement):
+            if depth == MAX_INCLUDES:
+                raise Misuse(f"{where}: more than {MAX_INCLUDES} files include each other")
+            inner = pathlib.Path(statement.filename)
+            if inner.suffix != ".gin" or not inner.is_file():
+                name = _one_line(statement.filename)
+                raise Misuse(f"{where}: include {name!r}: there is no such .gin file")
+            found += _checked(inner.read_text(encoding="utf-8"), where, own, depth=depth + 1)
+    return found
+
+
+def _one_line(text: str) -> str:
+    """The text on one line, of at most 600 characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= 600 else f"{text[:500]} … {text[-80:]}"
 
 
 def _without_effect(written: str, sources: Sequence[str], short: str) -> Iterator[str]:
@@ -240,14 +303,14 @@ def _without_effect(written: str, sources: Sequence[str], short: str) -> Iterato
 def _explain(error: Exception, module: Any, short: str) -> str:
     """gin's message, and the nearest names to the binding that it quotes."""
     text = str(error) or type(error).__name__
+    if isinstance(error, RecursionError | MemoryError):
+        return "a binding is nested too deep, or refers to itself"
     if undefined := re.search(r"In call to configurable 'macro' .* in scope '(.*)'", text):
-        return f"macro %{undefined[1]} is read and not defined"
+        return f"macro %{_one_line(undefined[1])} is read and not defined"
     if "Failed to parse token" in text:
-        text += (
-            "\n    A string needs quotes of its own: --gin_bindings=\"NAME.Config.field='text'\""
-        )
+        text += ". A string needs quotes of its own: --gin_bindings=\"NAME.Config.field='text'\""
     quoted = re.findall(r"^\s*([\w./]+)\s*=", text, flags=re.MULTILINE)
-    return text + (_nearest_fields(quoted[-1], module, short) if quoted else "")
+    return _one_line(text) + (_nearest_fields(quoted[-1], module, short) if quoted else "")
 
 
 def _nearest_fields(binding: str, module: Any, short: str) -> str:

@@ -162,7 +162,10 @@ def _fit(value: typing.Any, hint: typing.Any) -> typing.Any:
             raise TypeError(f"expected {len(args)} values")
         return tuple(_fit(item, arg) for item, arg in zip(value, args, strict=True))
     if hint is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise TypeError("expected a finite number") from None
     expected = type(None) if hint is None else hint
     if type(value) is not expected:
         raise TypeError(f"expected {getattr(expected, '__name__', expected)}")

@@ -24,7 +24,10 @@ def check_token_ids(
     """
     if isinstance(ids, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
         return
-    ids = np.asarray(ids)
+    try:
+        ids = np.asarray(ids)
+    except (ValueError, OverflowError) as error:  # lists of unequal lengths
+        raise ValueError(f"{name} is no array of token ids: {error}") from None
     if not np.issubdtype(ids.dtype, np.integer) and ids.size:
         raise ValueError(f"{name} holds {ids.dtype}; expected integer token ids")
     bad = (ids < 0) | (ids >= vocab_size)

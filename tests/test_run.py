@@ -117,12 +117,51 @@ def test_exit_codes_of_the_program(arguments, code, said, tmp_path):
         (["--gin_bindings=toy.Config.kind='cubik'"], "did you mean 'cubic'?"),
         (["--gin_bindings=toy.Config.steps=-1"], "expected 0 or more"),
         (["--gin_bindings=toy.Config.out='missing'"], "no such folder"),
+        (["--gin_bindings=toy.Config.rate=" + "9" * 400], "expected a finite number"),
+        (["--norerun=yes"], "does not take an argument"),
+        (["--gin_bindings=import os"], "may import only from"),
+        (["--gin_bindings=from os import system"], "'os.system'"),
+        (["--gin_bindings=include '/etc/passwd'"], "no such .gin file"),
+        (["--gin_bindings=toy.Config.seed=-1"], "seed -1: expected 0 to 4294967295"),
+        (["--seed=4294967296"], "seed 4294967296"),
+        (
+            [
+                "--gin_bindings=a = %b",
+                "--gin_bindings=b = %a",
+                "--gin_bindings=toy.Config.steps = %a",
+            ],
+            "refers to itself",
+        ),
+        (["--gin_bindings=toy.Config.steps=" + "(" * 5000], "nested too deep"),
+        (["--gin_file=" + "x" * 5000], "--gin_file=xxx"),
+        (["--two\nlines"], "unknown flag --two lines"),
     ],
 )
 def test_misuse_leaves_with_2_and_starts_nothing(call, capsys, arguments, said):
     code, results = call(*arguments)
     assert (code, results) == (2, [])
-    assert said in capsys.readouterr().err
+    words = capsys.readouterr().err
+    assert said in words and len(words) < 1500 and len(words.strip().splitlines()) == 1
+
+
+def test_a_gin_file_imports_nothing_but_the_project(call, capsys, tmp_path):
+    """An import runs code, and the files of an experiment are passed from hand to hand."""
+    marker, module = tmp_path / "ran", tmp_path / "evil.py"
+    module.write_text(f"open({str(marker)!r}, 'w').close()\n")
+    inner, file = tmp_path / "inner.gin", tmp_path / "mine.gin"
+    inner.write_text("from __gin__ import dynamic_registration\nimport evil\n")
+    file.write_text(f"include '{inner}'\n")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        for path in (inner, file):
+            assert call(f"--gin_file={path}") == (2, [])
+            assert "import of 'evil'" in capsys.readouterr().err
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert not marker.exists()
+    file.write_text(f"include '{file}'\n")
+    assert call(f"--gin_file={file}") == (2, [])
+    assert "include each other" in capsys.readouterr().err
 
 
 def test_a_strategy_that_is_not_there_is_refused_before_anything_starts(capsys, tmp_path):

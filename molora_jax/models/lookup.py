@@ -2,15 +2,23 @@
 
 import dataclasses
 import difflib
-import json
 import os
-import re
 import time
 from pathlib import Path
 
 import jax
 from absl import logging
 
+from molora_jax.files import naming, one_line, read_json
+from molora_jax.hub import (
+    HUB_NAME,
+    cached_names,
+    download_command,
+    hub_folder,
+    hub_offline,
+    hub_repo,
+    hub_snapshot,
+)
 from molora_jax.models.config import ModelConfig
 from molora_jax.models.decoder import Decoder
 from molora_jax.models.digest import files_digest, params_digest
@@ -21,7 +29,6 @@ from molora_jax.models.tokenizer import Tokenizer
 from molora_jax.models.weights import DTYPES, load_safetensors, model_files, safetensors_files
 
 NAMES = ("smollm2-135m", "tiny-random")
-_HUB_NAME = re.compile(r"([\w.-]+)/([\w.-]+)(?:@([\w./-]+))?")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,20 +87,29 @@ def base_digest(name: str) -> str:
     return files_digest(model_files(path) if path.is_dir() else [path])
 
 
+def base_path(name: str) -> Path | None:
+    """The folder or GGUF file that `load_base(name)` reads; None for the random model."""
+    return _located(name)
+
+
 def _located(name: str) -> Path | None:
     """The folder or GGUF file of a name, fetched if need be; None for the random model."""
-    path = Path(name).expanduser()
-    if path.exists():
+    try:
+        path = Path(name).expanduser()
+        there = path.exists()
+    except (OSError, RuntimeError, ValueError):  # too long, an unknown ~user, a zero byte
+        there = False
+    if there:
         return _model_at(path, name)
     if name == "smollm2-135m":
         return fetch_smollm2()
     if name == "tiny-random":
         return None
-    if (match := _HUB_NAME.fullmatch(name)) and not name.endswith(".gguf"):
+    if (match := HUB_NAME.fullmatch(name)) and not name.endswith(".gguf"):
         return _model_at(_hub_snapshot(*match.groups()), name)
-    near = difflib.get_close_matches(name, [*NAMES, *_cached_names()], n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, [*NAMES, *cached_names()], n=3, cutoff=0.5)
     raise ValueError(
-        f"base model {name!r} is neither a path that exists nor a known name"
+        f"base model {one_line(name)!r} is neither a path that exists nor a known name"
         + (f"; did you mean {' or '.join(near)}?" if near else ".")
         + f" Known are {', '.join(NAMES)}, a folder or .gguf file, and 'org/name' of the hub."
     )
@@ -121,30 +137,43 @@ def _model_at(path: Path, name: str) -> Path:
 
 
 def _from_folder(name: str, path: Path, dtype: str) -> BaseModel:
-    generation = path / "generation_config.json"
-    config = ModelConfig.from_hf(
-        json.loads((path / "config.json").read_text("utf-8")),
-        generation=json.loads(generation.read_text("utf-8")) if generation.exists() else None,
-    )
+    config = read_model_config(path)
     arrays = load_safetensors(path, config, dtype=dtype)
+    with naming(path):
+        tokenizer = Tokenizer.from_folder(path, eos_ids=config.eos_ids)
     return BaseModel(
         name=name,
         config=config,
         decoder=_decoder(config, arrays),
-        tokenizer=Tokenizer.from_folder(path, eos_ids=config.eos_ids),
+        tokenizer=tokenizer,
         digest=files_digest(model_files(path)),
     )
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The config of a Hugging Face folder, from config.json and generation_config.json."""
+    found = {}
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        if name == "config.json" or os.path.lexists(file):
+            found[name] = read_json(file, where=str(file), root=folder)
+    with naming(folder):
+        return ModelConfig.from_hf(
+            found["config.json"], generation=found.get("generation_config.json")
+        )
 
 
 def _from_gguf(name: str, path: Path, dtype: str) -> BaseModel:
     file = read_gguf(path)
     config = file.config()
     logging.info("base %s: %s, tensors: %s", name, path, file.quantisation())
+    with naming(path):
+        tokenizer = Tokenizer.from_gguf(file.fields, eos_ids=config.eos_ids)
     return BaseModel(
         name=name,
         config=config,
         decoder=_decoder(config, load_gguf(file, config, dtype=dtype)),
-        tokenizer=Tokenizer.from_gguf(file.fields, eos_ids=config.eos_ids),
+        tokenizer=tokenizer,
         digest=files_digest([path]),
     )
 
@@ -165,31 +194,20 @@ def _decoder(config: ModelConfig, arrays: dict) -> Decoder:
     return Decoder(config, jax.device_put(arrays))
 
 
-def hub_folder() -> Path:
-    """Where huggingface-hub keeps models: HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache's."""
-    if folder := os.environ.get("HF_HUB_CACHE"):
-        return Path(folder).expanduser()
-    home = os.environ.get("HF_HOME")
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (Path(home) if home else Path(cache) / "huggingface").expanduser() / "hub"
-
-
 def _hub_snapshot(owner: str, model: str, revision: str | None) -> Path:
     """The folder of a model in the Hugging Face cache, found by reading files; else downloaded."""
-    repo = hub_folder() / f"models--{owner}--{model}"
-    ref = repo / "refs" / (revision or "main")
-    commit = ref.read_text("utf-8").strip() if ref.exists() else revision
-    if commit and _complete(snapshot := repo / "snapshots" / commit):
+    snapshot = hub_snapshot(owner, model, revision)
+    if snapshot and _complete(snapshot):
         return snapshot
     name = f"{owner}/{model}"
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+    if hub_offline():
         at = f" at revision {revision}" if revision else ""
         raise FileNotFoundError(
-            f"base model {name}{at} is not complete in {repo}, and HF_HUB_OFFLINE is set. Fill the "
-            f"folder where there is a network with 'hf download {name}"
-            + (f" --revision {revision}" if revision else "")
-            + "' and copy it here (HF_HUB_CACHE names another folder), unset HF_HUB_OFFLINE, or "
-            "give the path of a folder that holds the model."
+            f"base model {name}{at} is not complete in {hub_repo(owner, model)}, and "
+            "HF_HUB_OFFLINE is set. Fill the folder where there is a network with "
+            f"'{download_command(owner, model, revision)}' and copy it here (HF_HUB_CACHE names "
+            "another folder), unset HF_HUB_OFFLINE, or give the path of a folder that holds the "
+            "model."
         )
     return _download(name, revision)
 
@@ -224,8 +242,3 @@ def _download(name: str, revision: str | None) -> Path:
             f"the network, or use one of {', '.join(NAMES)}."
         ) from error
     return Path(folder)
-
-
-def _cached_names() -> list[str]:
-    folders = hub_folder().glob("models--*--*")
-    return sorted("/".join(folder.name.split("--", 2)[1:]) for folder in folders)

@@ -1,8 +1,10 @@
 """Text to token ids and back, with the chat template, from tokenizer.json or from GGUF metadata."""
 
+import contextlib
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import jinja2.ext
 import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from molora_jax.files import MAX_TEXT_BYTES, one_line, read_json, read_text
 
 Message = Mapping[str, Any]
 
@@ -34,6 +38,8 @@ _SPLITS: dict[str, list[Any]] = {
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
 }
+MAX_TOKENIZER_BYTES = 16 * MAX_TEXT_BYTES  # of tokenizer.json; large vocabularies take 30 MB
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF that stand in text as one piece
 
 
@@ -71,26 +77,28 @@ class Tokenizer:
                 "vocab.json) is not read. Save it once with transformers: "
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
             )
-        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        backend.no_truncation()
-        backend.no_padding()
+        path = folder / "tokenizer.json"
+        text = read_text(path, where=str(path), root=folder, max_bytes=MAX_TOKENIZER_BYTES)
+        with _in_words(f"{path} is no tokenizer that the tokenizers package reads"):
+            backend = tokenizers.Tokenizer.from_str(text)
+            backend.no_truncation()
+            backend.no_padding()
         path = folder / "tokenizer_config.json"
-        settings = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        settings = read_json(path, where=str(path), root=folder) if os.path.lexists(path) else {}
         special = {
-            name: entry if isinstance(entry, str) else entry["content"]
-            for name in ("bos_token", "eos_token", "pad_token", "unk_token")
+            name: _special_text(entry, f"{path}: {name}")
+            for name in _SPECIAL
             if (entry := settings.get(name)) is not None
         }
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get("default")
+        template = _template_text(settings.get("chat_template"), f"{path}: chat_template")
         path = folder / "chat_template.jinja"
+        if os.path.lexists(path):
+            template = read_text(path, where=str(path), root=folder)
         return cls(
             backend,
             eos_ids=_with(eos_ids, backend.token_to_id(special.get("eos_token", ""))),
             bos_id=backend.token_to_id(special.get("bos_token", "")),
-            chat_template=path.read_text("utf-8") if path.exists() else template,
+            chat_template=template,
             special_tokens=special,
         )
 
@@ -98,44 +106,53 @@ class Tokenizer:
     def from_gguf(cls, fields: Mapping[str, Any], *, eos_ids: Sequence[int] = ()) -> "Tokenizer":
         """From the metadata of a GGUF file: byte-level BPE with one of the known splits."""
         kind, split = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
-        if kind != "gpt2" or split not in _SPLITS:
-            what = f"model {kind!r}" if kind != "gpt2" else f"pre-tokenizer {split!r}"
+        if kind != "gpt2" or not isinstance(split, str) or split not in _SPLITS:
+            found, value = ("model", kind) if kind != "gpt2" else ("pre-tokenizer", split)
             raise ValueError(
-                f"GGUF: the tokenizer {what} is not supported, only byte-level BPE ('gpt2') with "
+                f"GGUF: the tokenizer {found} {one_line(repr(value))} is not supported, only "
+                "byte-level BPE ('gpt2') with "
                 f"the pre-tokenizers {', '.join(_SPLITS)}. Use the model's Hugging Face folder, "
                 "whose tokenizer.json says all."
             )
-        tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-        merges = [tuple(pair.split(" ", 1)) for pair in fields["tokenizer.ggml.merges"]]
-        backend = byte_level_bpe(
-            {token: index for index, token in enumerate(tokens)}, merges, split=split
-        )
-        backend.add_tokens(
-            [
-                AddedToken(token, special=kind == _CONTROL, normalized=False)
-                for token, kind in zip(tokens, kinds, strict=True)
-                if kind in (_CONTROL, _USER_DEFINED)
-            ]
-        )
-        ids = {
-            "bos_token": fields.get("tokenizer.ggml.bos_token_id"),
-            "eos_token": fields.get("tokenizer.ggml.eos_token_id"),
-            "pad_token": fields.get("tokenizer.ggml.padding_token_id"),
-            "unk_token": fields.get("tokenizer.ggml.unknown_token_id"),
-        }
+        tokens, kinds, merges = _gguf_vocabulary(fields)
+        with _in_words("GGUF: the tokenizer's merges do not fit its tokens"):
+            backend = byte_level_bpe(
+                {token: index for index, token in enumerate(tokens)}, merges, split=split
+            )
+            backend.add_tokens(
+                [
+                    AddedToken(token, special=kind == _CONTROL, normalized=False)
+                    for token, kind in zip(tokens, kinds, strict=True)
+                    if kind in (_CONTROL, _USER_DEFINED)
+                ]
+            )
+        ids = {}
+        for name, key in zip(_SPECIAL, ("bos", "eos", "padding", "unknown"), strict=True):
+            token = ids[name] = fields.get(f"tokenizer.ggml.{key}_token_id")
+            if token is not None and not (type(token) is int and 0 <= token < len(tokens)):
+                raise ValueError(
+                    f"GGUF: tokenizer.ggml.{key}_token_id is {one_line(repr(token))}; expected a "
+                    f"number below {len(tokens)}, the count of tokens"
+                )
         special = {name: tokens[token] for name, token in ids.items() if token is not None}
         bos = ids["bos_token"]
         # Older Llama 3 files leave the key out; llama.cpp adds the token for them all the same.
-        if fields.get("tokenizer.ggml.add_bos_token", split == "llama-bpe") and bos is not None:
+        adds_bos = fields.get("tokenizer.ggml.add_bos_token", split == "llama-bpe")
+        if not isinstance(adds_bos, bool):
+            found = one_line(repr(adds_bos))
+            raise ValueError(f"GGUF: tokenizer.ggml.add_bos_token is {found}; expected a bool")
+        if adds_bos and bos is not None:
             text = special["bos_token"]
-            backend.post_processor = processors.TemplateProcessing(
-                single=f"{text} $A", special_tokens=[(text, bos)]
-            )
+            with _in_words(f"GGUF: the token {one_line(text)!r} cannot begin a text"):
+                backend.post_processor = processors.TemplateProcessing(
+                    single=[text, "$A"], special_tokens=[(text, bos)]
+                )
+        template = fields.get("tokenizer.chat_template")
         return cls(
             backend,
             eos_ids=_with(eos_ids, ids["eos_token"]),
             bos_id=bos,
-            chat_template=fields.get("tokenizer.chat_template"),
+            chat_template=_template_text(template, "GGUF: tokenizer.chat_template"),
             special_tokens=special,
         )
 
@@ -150,12 +167,14 @@ class Tokenizer:
         `add_special_tokens` adds what this tokenizer begins a text with (Llama's BOS; for many
         models nothing). False for text that the chat template rendered, which has it already.
         """
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with _in_words("the tokenizer cannot encode this text"):
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of the ids; bytes that are no whole character become U+FFFD."""
         ids = [int(token) for token in ids]
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _in_words("the tokenizer cannot decode these ids"):
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """What each id adds to the decoded text; a character of several ids stands at its last."""
@@ -182,9 +201,12 @@ class Tokenizer:
                 "this tokenizer has no chat template, so 'messages' cannot be rendered; use plain "
                 "text ('text' in training data), or an instruction-tuned base"
             )
-        return self._template.render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **self.special_tokens
-        )
+        with _in_words("the chat template cannot render these messages"):
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = False
@@ -215,7 +237,8 @@ class Tokenizer:
                     "on conversations that end with their only assistant turn, or on plain text."
                 )
             spans.append((len(before), len(through)))
-        encoded = self.backend.encode(text, add_special_tokens=False)
+        with _in_words("the tokenizer cannot encode this text"):
+            encoded = self.backend.encode(text, add_special_tokens=False)
         ids, mask = encoded.ids, [False] * len(encoded.ids)
         for begin, end in spans:
             inside = [i for i, (_, last) in enumerate(encoded.offsets) if begin < last <= end]
@@ -249,6 +272,66 @@ def byte_alphabet() -> list[str]:
     return [characters[byte] for byte in range(256)]
 
 
+@contextlib.contextmanager
+def _in_words(problem: str) -> Iterator[None]:
+    """Whatever the packages below raise for bad content becomes a ValueError in one line.
+
+    tokenizers raises plain Exception, and pyo3's PanicException, which is no Exception at all.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        text = str(error)
+        if isinstance(error, ValueError) and len(text) < 400 and len(text.splitlines()) == 1:
+            raise
+        raise ValueError(f"{problem}: {one_line(text or type(error).__name__)}") from error
+
+
+def _special_text(entry: Any, where: str) -> str:
+    """A special token's text, which stands alone or in the object of an AddedToken."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    if not isinstance(text, str):
+        raise ValueError(f"{where} is {one_line(repr(entry))}; expected a token's text")
+    return text
+
+
+def _template_text(entry: Any, where: str) -> str | None:
+    """The chat template; of several by name the one called default."""
+    if isinstance(entry, list) and all(isinstance(each, dict) for each in entry):
+        entry = {str(each.get("name")): each.get("template") for each in entry}.get("default")
+    if entry is not None and not isinstance(entry, str):
+        raise ValueError(f"{where} is {one_line(repr(entry))}; expected a text, or texts by name")
+    return entry
+
+
+def _gguf_vocabulary(
+    fields: Mapping[str, Any],
+) -> tuple[list[str], list[int], list[tuple[str, str]]]:
+    """Tokens, their types and the pairs of merges, each as the format has it."""
+    lists: dict[str, list] = {}
+    for key, kind in (("tokens", str), ("token_type", int), ("merges", str)):
+        values = fields.get(f"tokenizer.ggml.{key}")
+        if not isinstance(values, list) or not all(type(each) is kind for each in values):
+            found = "missing" if values is None else one_line(repr(values)[:99])
+            what = "texts" if kind is str else "whole numbers"
+            raise ValueError(f"GGUF: tokenizer.ggml.{key} is {found}; expected a list of {what}")
+        lists[key] = values
+    tokens, kinds = lists["tokens"], lists["token_type"]
+    if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise ValueError(
+            f"GGUF: tokenizer.ggml.tokens holds {len(tokens)} tokens, {len(set(tokens))} of them "
+            f"different, with {len(kinds)} types; expected one of each"
+        )
+    pairs = [pair.partition(" ") for pair in lists["merges"]]
+    if wrong := [left for left, space, _ in pairs if not space]:
+        raise ValueError(
+            f"GGUF: tokenizer.ggml.merges: {one_line(wrong[0])!r} is no pair of tokens"
+        )
+    return tokens, kinds, [(left, right) for left, _, right in pairs]
+
+
 def _with(ids: Sequence[int], more: int | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*ids, *([] if more is None else [more])]))
 
@@ -280,4 +363,5 @@ def _compiled(template: str) -> jinja2.Template:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment.from_string(template)
+    with _in_words("the chat template is no Jinja template"):
+        return environment.from_string(template)

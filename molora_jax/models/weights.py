@@ -5,7 +5,8 @@ Names are Hugging Face's without the layer index, and arrays of the layers carry
 """
 
 import functools
-import json
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from molora_jax.files import inside, one_line, read_json, read_safetensors
 from molora_jax.models.config import ModelConfig
 
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")  # FP8 means nothing without its scales
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+_EXPONENTS: dict[str, tuple] = {
+    "float32": (np.uint32, 0x7F800000),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+}
 
 # Beside the weights: a changed rope_theta or chat template makes another model of the same weights.
 SETTINGS_FILES = (
@@ -85,21 +93,41 @@ def stack_weights(
     _check(expected, sources, where, list(unexpected), config)
     arrays = {name: aligned_empty(shape, DTYPES[dtype]) for name, shape in shapes.items()}
     for name, layer in expected:
-        arrays[name][... if layer is None else layer] = sources[name, layer].read()
+        place = arrays[name][... if layer is None else layer]
+        with np.errstate(all="ignore"):  # what does not fit the dtype is counted here
+            place[...] = sources[name, layer].read()
+        if count := _nonfinite(place):
+            label = _label((name, layer))
+            raise ValueError(
+                f"{where}: {label} has {count} values that are NaN, infinite or too large for "
+                f"{dtype}. The file is damaged, or needs the wider range: dtype='float32' or "
+                "'bfloat16'"
+            )
     return arrays
 
 
-def _check(expected, sources, where, unexpected, config) -> None:
-    def label(key: tuple[str, int | None]) -> str:
-        return key[0] if key[1] is None else key[0].replace("layers.", f"layers.{key[1]}.", 1)
+def _nonfinite(array: np.ndarray) -> int:
+    """How many values are NaN or infinite: their exponent's bits are all set (np.isfinite takes
+    five times as long, and a second for a small model in bfloat16).
+    """
+    kind, mask = _EXPONENTS[array.dtype.name]
+    exponents = array.view(kind) & kind(mask)
+    return int((exponents == mask).sum()) if exponents.max(initial=0) == mask else 0
 
-    missing = [label(key) for key in expected if key not in sources]
+
+def _label(key: tuple[str, int | None]) -> str:
+    full = key[0] if key[1] is None else key[0].replace("layers.", f"layers.{key[1]}.", 1)
+    return one_line(full if len(full) < 80 else full[:80] + "…")
+
+
+def _check(expected, sources, where, unexpected, config) -> None:
+    missing = [_label(key) for key in expected if key not in sources]
     # A tied model's output may be stored all the same; transformers does not use it either.
     unexpected += [
-        label(key) for key in sources if key not in expected and key[0] != "lm_head.weight"
+        _label(key) for key in sources if key not in expected and key[0] != "lm_head.weight"
     ]
     wrong = [
-        f"{label(key)} {tuple(sources[key].shape)} instead of {shape}"
+        f"{_label(key)} {tuple(sources[key].shape)} instead of {shape}"
         for key, shape in expected.items()
         if key in sources and tuple(sources[key].shape) != shape
     ]
@@ -124,20 +152,26 @@ def load_safetensors(
     folder: str | Path, config: ModelConfig, *, dtype: str = "float32"
 ) -> dict[str, np.ndarray]:
     """The decoder's arrays from model.safetensors, or from the shards that its index names."""
-    from safetensors import safe_open
-
-    sources, unexpected = {}, []
+    sources: dict[tuple[str, int | None], Source] = {}
+    unexpected = []
     for path in safetensors_files(folder):
-        file = safe_open(path, framework="numpy")
+        file = read_safetensors(path, where=str(path), root=folder)
         for name in file.keys():  # noqa: SIM118 - the handle is no dict
             target = _target(name)
-            if target:
-                sources[target] = Source(
-                    shape=tuple(file.get_slice(name).get_shape()),
-                    read=functools.partial(file.get_tensor, name),
+            if target in sources:
+                raise ValueError(
+                    f"{path}: {one_line(name)!r} is in the model's files a second time"
                 )
+            if target:
+                if file.dtype(name) not in FLOAT_TYPES:
+                    raise ValueError(
+                        f"{path}: {one_line(name)!r} is stored as {file.dtype(name)}; expected "
+                        f"{', '.join(FLOAT_TYPES)}. Quantised weights are read from GGUF alone"
+                    )
+                read = functools.partial(file.get, name)
+                sources[target] = Source(shape=file.shape(name), read=read)
             elif not name.endswith("rotary_emb.inv_freq"):  # a buffer that old files carry
-                unexpected.append(name)
+                unexpected.append(one_line(name))
     return stack_weights(sources, config, dtype=dtype, where=str(folder), unexpected=unexpected)
 
 
@@ -158,20 +192,34 @@ def safetensors_files(folder: str | Path) -> list[Path]:
                 else ". Point to the folder that holds the model's weights."
             )
         )
-    shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    absent = [name for name in shards if not (folder / name).exists()]
+    weight_map = read_json(index, where=str(index), root=folder).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{index}: expected 'weight_map', an object of tensor and file names")
+    shards = (
+        set(weight_map.values()) if all(isinstance(n, str) for n in weight_map.values()) else {}
+    )
+    strange = [name for name in shards if not re.fullmatch(r"[\w.-]+\.safetensors", name)]
+    if strange or not shards:
+        raise ValueError(
+            f"{index}: weight_map has values that name no .safetensors file of the folder"
+            + (f", such as {one_line(min(strange))!r}" if strange else "")
+        )
+    absent = sorted(name for name in shards if not (folder / name).exists())
     if absent:
         raise ValueError(
             f"{index}: {len(absent)} of {len(shards)} shards are missing "
-            f"({', '.join(absent[:4])}). The download is incomplete; fetch it again."
+            f"({one_line(', '.join(absent[:4]))}). The download is incomplete; fetch it again."
         )
-    return [folder / name for name in shards]
+    return [folder / name for name in sorted(shards)]
 
 
 def model_files(folder: str | Path) -> list[Path]:
     """Every file of a Hugging Face folder that decides what the model computes or reads."""
     settings = [Path(folder) / name for name in SETTINGS_FILES]
-    return [*safetensors_files(folder), *(path for path in settings if path.exists())]
+    files = [*safetensors_files(folder), *(path for path in settings if os.path.lexists(path))]
+    for path in files:
+        inside(path, folder)
+    return files
 
 
 def random_arrays(config: ModelConfig, *, seed: int = 0) -> dict[str, np.ndarray]:
@@ -206,6 +254,11 @@ def _target(name: str) -> tuple[str, int | None] | None:
     """Hugging Face tensor name → our stacked name and the layer, or None where it is not ours."""
     name = name.removeprefix("model.")
     parts = name.split(".", 2)
-    if parts[0] == "layers" and len(parts) == 3 and parts[1].isdigit():
-        return None if "rotary_emb" in name else (f"layers.{parts[2]}", int(parts[1]))
+    if parts[0] == "layers" and len(parts) == 3 and (layer := layer_index(parts[1])) is not None:
+        return None if "rotary_emb" in name else (f"layers.{parts[2]}", layer)
     return (name, None) if parts[0] in ("embed_tokens", "norm", "lm_head") else None
+
+
+def layer_index(text: str) -> int | None:
+    """The number of a layer as a tensor's name spells it; "01" and "²" are none."""
+    return int(text) if re.fullmatch(r"0|[1-9][0-9]{0,5}", text) else None

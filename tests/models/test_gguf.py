@@ -1,5 +1,7 @@
 """GGUF files written with the gguf package's own writer, and read back by our reader."""
 
+import dataclasses
+
 import gguf
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from molora_jax.models.config import ModelConfig
 from molora_jax.models.gguf import LAYER_NAMES, TOP_NAMES, load_gguf, read_gguf, unpermuted
+from tests.fuzz.mutate_gguf import gguf_bytes
 from tests.parity.small_models import small_model
 
 
@@ -173,3 +176,73 @@ def test_damaged_files_say_so(tmp_path):
     path.write_bytes(b"not a model at all")
     with pytest.raises(ValueError, match="not a GGUF file"):
         read_gguf(path)
+
+
+def lies(**changes):
+    """A tiny file of which one thing is changed."""
+    fields = changes.pop("fields", [("a", 4, 1)])
+    tensors = changes.pop("tensors", [("x", (32,), 0, 0)])
+    return gguf_bytes(fields, tensors, bytes(changes.pop("size", 128)), **changes)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (lies(counts=(1, 2**63)), "ends too early|stands twice|unknown type"),
+        (lies(counts=(2**63, 1)), "axes|ends too early|unknown type"),
+        (lies(fields=[("a", 9, (8, ["x"])), ("a", 4, 1)]), "'a' stands twice"),
+        (lies(fields=[("a", 13, 0)]), "unknown type 13"),
+        (lies(fields=[("a", 8, b"\xff")]), "no UTF-8"),
+        (lies(fields=[("a", 9, (9, [(9, [(9, [(9, [(9, [(4, [1])])])])])]))]), "nested more than"),
+        (lies(fields=[("general.alignment", 4, 0)]), "general.alignment is 0"),
+        (lies(fields=[("general.alignment", 4, 48)]), "power of two"),
+        (lies(fields=[("general.alignment", 8, "32")]), "general.alignment is '32'"),
+        (lies(fields=[("general.alignment", 7, 1)]), "general.alignment is True"),
+        (lies(tensors=[("x", (), 0, 0)]), "0 axes"),
+        (lies(tensors=[("x", (1,) * 5, 0, 0)]), "5 axes"),
+        (lies(tensors=[("x", (0,), 0, 0)]), "no weight can have"),
+        (lies(tensors=[("x", (2**62, 2**62), 0, 0)]), "no weight can have"),
+        (lies(tensors=[("x", (2**40,), 0, 0)]), "ends too early"),
+        (lies(tensors=[("x", (32,), 0, 2**62)]), "ends too early"),
+        (lies(tensors=[("x", (32,), 99, 0)]), "unknown type 99"),
+        (lies(tensors=[("x", (33,), 8, 0)]), "packs 32 together"),
+        (lies(tensors=[("x", (8,), 0, 4)]), "no multiple of the alignment"),
+        (lies(tensors=[("x", (16,), 0, 0), ("y", (16,), 0, 32)]), "'y' overlaps 'x'"),
+        (lies(tensors=[("x", (8,), 0, 0), ("x", (8,), 0, 32)]), "'x' stands twice"),
+        (lies(version=9), "version 9"),
+    ],
+)
+def test_lying_headers_are_refused_in_one_line(tmp_path, content, words):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=words) as caught:
+        read_gguf(path)
+    assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_string_that_would_reach_behind_the_end_is_not_cut_in_silence(tmp_path):
+    path = tmp_path / "m.gguf"
+    whole = gguf_bytes([("a", 8, "text")], [], b"")
+    path.write_bytes(whole.replace(b"\4\0\0\0\0\0\0\0text", b"\xff\0\0\0\0\0\0\0text"))
+    with pytest.raises(ValueError, match="ends too early"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("llama.block_count", "2", "block_count is '2'"),
+        ("llama.attention.head_count", [4, 4], "head_count is"),
+        ("llama.attention.head_count", 0, "head_count is 0"),
+        ("llama.rope.freq_base", float("inf"), "freq_base is inf"),
+        ("general.architecture", 3, "general.architecture 3 is not supported"),
+        ("tokenizer.ggml.eos_token_id", -1, "eos_token_id is -1"),
+    ],
+)
+def test_metadata_of_a_wrong_type_is_named(tmp_path, key, value, words):
+    path = tmp_path / "m.gguf"
+    write_model(path, "llama")
+    file = read_gguf(path)
+    changed = dataclasses.replace(file, fields={**file.fields, key: value})
+    with pytest.raises(ValueError, match=words):
+        changed.config()

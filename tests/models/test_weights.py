@@ -98,6 +98,101 @@ def test_pickle_is_not_read(model):
         load_safetensors(folder, config)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_that_are_not_finite_are_refused(model, value, dtype):
+    folder, config, _, tensors = model
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.up_proj\.weight has 1 values"):
+        load_safetensors(folder, config, dtype=dtype)
+
+
+def test_a_weight_that_float16_cannot_hold_is_refused_and_not_made_infinite(model):
+    folder, config, _, tensors = model
+    tensors["model.norm.weight"][0] = 1e6
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"norm\.weight has 1 values .* too large for float16"):
+        load_safetensors(folder, config, dtype="float16")
+    assert load_safetensors(folder, config, dtype="bfloat16")["norm.weight"][0] > 9e5
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, ml_dtypes.float8_e4m3fn])
+def test_whole_numbers_and_fp8_without_scales_are_no_weights(model, dtype):
+    folder, config, _, tensors = model
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(dtype)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' is stored as .* GGUF alone"):
+        load_safetensors(folder, config)
+
+
+@pytest.mark.parametrize("again", ["norm.weight", "model.norm.weight"])
+def test_a_tensor_that_is_there_twice_is_refused(model, again):
+    folder, config, _, tensors = model
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "a.safetensors")
+    save_file({again: tensors["model.norm.weight"]}, folder / "b.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "a.safetensors") | {"x": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="a second time"):
+        load_safetensors(folder, config)
+
+
+@pytest.mark.parametrize("spelling", ["00", "²", "+1", "1_0", "1000000000"])
+def test_a_layer_is_spelt_one_way(model, spelling):
+    folder, config, _, tensors = model
+    tensors[f"model.layers.{spelling}.mlp.up_proj.weight"] = np.zeros(1, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="1 unexpected"):
+        load_safetensors(folder, config)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "words"),
+    [
+        ({"a": "../secret.safetensors"}, "name no .safetensors file of the folder"),
+        ({"a": "/etc/passwd"}, "'/etc/passwd'"),
+        ({"a": "pytorch_model.bin"}, "pytorch_model.bin"),
+        ({"a": 1}, "name no .safetensors file"),
+        ({"a": ["x.safetensors"]}, "name no .safetensors file"),
+        ({}, "expected 'weight_map'"),
+        (["a"], "expected 'weight_map'"),
+    ],
+)
+def test_an_index_names_files_of_its_own_folder(model, weight_map, words):
+    folder, config, _, _ = model
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=words):
+        load_safetensors(folder, config)
+
+
+def test_stand_ins_and_links_out_of_the_folder_are_refused(model, tmp_path):
+    folder, config, _, _ = model
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    for content, words in (
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        (b"", "empty"),
+        (whole[:-4], "cut short"),
+        (whole[:99], "cut short"),
+        (b"{}" * 99, "no safetensors file"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            load_safetensors(folder, config)
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes(whole)
+    file.unlink()
+    file.symlink_to(other / "model.safetensors")
+    inner = folder / "sub"
+    inner.mkdir()
+    (inner / "model.safetensors").symlink_to("../elsewhere/model.safetensors")
+    with pytest.raises(ValueError, match="leads out of"):
+        load_safetensors(inner, config)
+
+
 def test_random_arrays_repeat_and_leave_nothing_out():
     _, arrays = small_model("llama_linear_rope_biases")
     config = ModelConfig.from_hf(small_model("llama_linear_rope_biases")[0])
