@@ -2,10 +2,12 @@
 #   PYTHON       interpreter for a new environment (default: the first Python >= 3.11 found)
 #   VENV         where the environment lies (default .venv; one made by hand is used as it is)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-x tests/routing"
+#   FUZZ_INPUTS  how many damaged inputs `make fuzz` tries
 #   DEVICELESS_ARGS  what to compile for an H200, e.g. DEVICELESS_ARGS="--num_tokens 1024 --rank 64"
 VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
+FUZZ_INPUTS ?= 100000
 DEVICELESS_ARGS ?=
 ORACLES := tests/parity/requirements.txt
 CHECKED := run.py molora_jax pallas_kernels experiments
@@ -39,7 +41,7 @@ PARALLEL := -n 2 --dist loadfile
 # markers of tests that need more than the extra "dev" installs
 NEEDS_MORE := parity or gpu or deviceless
 
-.PHONY: demo test test-long parity deviceless lint format constraints clean
+.PHONY: demo test test-long fuzz parity deviceless lint format constraints clean
 
 demo: $(VENV)/.installed
 	$(python) run.py --experiment=compose
@@ -49,11 +51,16 @@ test: $(VENV)/.installed-dev
 
 test-long: $(VENV)/.installed-dev
 	$(python) -m pytest $(PARALLEL) -m "not ($(NEEDS_MORE))" $(PYTEST_ARGS)
+	$(MAKE) fuzz
 	$(MAKE) deviceless VENV=.venv-deviceless DEVICELESS_ARGS=--all
+
+# Damaged, swapped and lying input of every kind; prints how many were refused and accepted.
+fuzz: $(VENV)/.installed-dev
+	$(python) -m tests.fuzz.run --inputs=$(FUZZ_INPUTS)
 
 # The two that install much more; give each an environment of its own: make parity VENV=.venv-parity
 parity: $(VENV)/.installed-oracles
-	$(python) -m pytest -m parity $(PYTEST_ARGS)
+	$(python) -m pytest $(PARALLEL) -m parity $(PYTEST_ARGS)
 
 deviceless: $(VENV)/.installed-deviceless
 	$(python) -m pytest -m deviceless $(PYTEST_ARGS)

@@ -80,6 +80,20 @@ def pytest_make_collect_report(collector):
     return _fail_instead_of_skipping((yield))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """The largest differences that the parity tests measured (tests/parity/conftest.py)."""
+    groups: dict[str, dict[str, float]] = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name.startswith("parity "):
+                cases = groups.setdefault(name, {})
+                cases[report.nodeid] = max(value, cases.get(report.nodeid, 0.0))
+    for name, cases in groups.items():
+        terminalreporter.write_line(
+            f"{name}: largest |Δ| {max(cases.values()):.2g} over {len(cases)} cases"
+        )
+
+
 @pytest.fixture(scope="session")
 def molora_data() -> pathlib.Path:
     """The folder of real data sets that MOLORA_DATA names."""

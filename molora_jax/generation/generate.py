@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +42,13 @@ def generate(
     router=None,
     column_to_slot=None,
     padding: str = "left",
+    on_tokens: Callable[[np.ndarray], None] | None = None,
 ) -> list[Generated]:
     """Continues every prompt of a batch by up to `max_new_tokens`.
 
     Greedy results do not depend on what else is in the batch or on the side of the padding. Prompt
     and cache lengths are rounded up to powers of two, so that few lengths are ever compiled.
+    `on_tokens` is called with the (B,) ids of each step as soon as they are known.
 
     Raises ValueError for an empty prompt, ids outside the vocabulary, a length past the model's, or
     a router that names an adapter which is not there.
@@ -62,6 +64,8 @@ def generate(
         if not len(prompt):
             raise ValueError(f"prompts[{row}] is empty: a prompt needs at least one token")
         check_token_ids(prompt, config.vocab_size, name=f"prompts[{row}]")
+        if np.ndim(prompt) != 1:
+            raise ValueError(f"prompts[{row}] has {np.ndim(prompt)} axes: expected a list of ids")
     longest = max(map(len, prompts))
     if longest + max_new_tokens > config.max_positions:
         raise ValueError(
@@ -94,6 +98,8 @@ def generate(
     running = np.ones(len(prompts), bool)
     for step in range(1, max_new_tokens + 1):
         steps.append(np.asarray(chosen))
+        if on_tokens is not None:
+            on_tokens(steps[-1])
         running &= ~np.isin(steps[-1], stop_ids)
         last = step == max_new_tokens or not running.any()
         if last and routing is None:

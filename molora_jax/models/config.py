@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from molora_jax.files import one_line
 from molora_jax.models import rope
+from molora_jax.models.fields import check_gguf_fields, check_hf_fields
 from molora_jax.models.rope import RopeScaling
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -69,7 +71,7 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
                      "num_kv_heads", "head_dim", "max_positions"):  # fmt: skip
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise ValueError(f"ModelConfig.{name} must be a positive integer, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -82,11 +84,22 @@ class ModelConfig:
                 f"got {self.head_dim}"
             )
         for name in ("rms_norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < 1e30:  # what float32 holds
                 raise ValueError(
                     f"ModelConfig.{name} must be positive, got {getattr(self, name)!r}"
                 )
-        rope_frequencies(self)  # refuses rope factors that do not fit head_dim
+        # Far above any model's, so that a damaged number asks for no tables of gigabytes.
+        for name, most in (("num_layers", 4096), ("head_dim", 65536), ("num_heads", 65536)):
+            if getattr(self, name) > most:
+                raise ValueError(
+                    f"ModelConfig.{name} must be at most {most}, got {getattr(self, name)}"
+                )
+        frequencies, factor = rope_frequencies(self)  # refuses factors that do not fit head_dim
+        if not (np.isfinite(frequencies).all() and np.isfinite(factor)):
+            raise ValueError(
+                f"ModelConfig: rope_theta {self.rope_theta} and its scaling give frequencies that "
+                "are not finite"
+            )
 
     def projection_sizes(self) -> dict[str, tuple[int, int]]:
         """Input and output width (D, F) of the seven adaptable projections."""
@@ -109,9 +122,10 @@ class ModelConfig:
         family = config.get("model_type")
         if family not in FAMILIES:
             raise ValueError(
-                f"config.json: model_type {family!r} is not supported; "
+                f"config.json: model_type {one_line(repr(family))} is not supported; "
                 f"known are {', '.join(FAMILIES)}"
             )
+        check_hf_fields(config, generation or {})
 
         def read(key: str, default: Any = _REQUIRED) -> Any:
             value = config.get(key, _HF_DEFAULTS[family].get(key, default))
@@ -124,7 +138,8 @@ class ModelConfig:
         heads, layers = read("num_attention_heads"), read("num_hidden_layers")
         max_positions = read("max_position_embeddings")
         _refuse_other_functions(config, family, read("sliding_window", None), layers, max_positions)
-        rope_entry = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope_entry = _rope_entry(config)
+        scaling = RopeScaling.from_hf(rope_entry, max_positions=max_positions)
         bias = bool(read("attention_bias", False)) and family in ("llama", "qwen3")
         ends = [read("eos_token_id", None), (generation or {}).get("eos_token_id")]
         return cls(
@@ -139,13 +154,16 @@ class ModelConfig:
             head_dim=read("head_dim", None) or read("hidden_size") // heads,
             rms_norm_eps=float(read("rms_norm_eps", 1e-6)),
             rope_theta=float(rope_entry.get("rope_theta", read("rope_theta", 10000.0))),
-            rope_scaling=RopeScaling.from_hf(rope_entry, max_positions=max_positions),
+            rope_scaling=scaling,
             tie_word_embeddings=bool(read("tie_word_embeddings", False)),
             qkv_bias=bias or family == "qwen2",
             o_bias=bias,
             mlp_bias=bool(read("mlp_bias", False)) and family == "llama",
             qk_norm=family == "qwen3",
-            max_positions=max_positions,
+            # Beyond, a longrope model has other frequencies: the decoder refuses longer texts.
+            max_positions=min(max_positions, scaling.original_max_positions)
+            if scaling is not None and scaling.kind == "longrope"
+            else max_positions,
             bos_id=read("bos_token_id", None),
             eos_ids=_unique_ids(ends),
         )
@@ -166,9 +184,10 @@ class ModelConfig:
         arch = fields.get("general.architecture")
         if arch not in FAMILIES:
             raise ValueError(
-                f"GGUF: general.architecture {arch!r} is not supported; "
+                f"GGUF: general.architecture {one_line(repr(arch))} is not supported; "
                 f"known are {', '.join(FAMILIES)}"
             )
+        check_gguf_fields(fields, arch)
 
         def read(key: str, default: Any = _REQUIRED) -> Any:
             value = fields.get(f"{arch}.{key}", default)
@@ -177,7 +196,10 @@ class ModelConfig:
             return value
 
         max_positions, heads = read("context_length"), read("attention.head_count")
-        vocab_size, hidden_size = tuple(tensors["token_embd.weight"])
+        embedding = tuple(tensors.get("token_embd.weight", ()))
+        if len(embedding) != 2:
+            raise ValueError("GGUF: the tensor 'token_embd.weight' (vocabulary, width) is missing")
+        vocab_size, hidden_size = embedding
         head_dim = read("attention.key_length", hidden_size // heads)
         window = read("attention.sliding_window", 0)
         for problem, found in {
@@ -229,6 +251,30 @@ def _unique_ids(entries: Iterable[int | list[int] | None]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(token) for token in flat if token is not None))
 
 
+def _rope_entry(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The older `rope_scaling` or the newer `rope_parameters`; both, only where they agree."""
+    old, new = config.get("rope_scaling"), config.get("rope_parameters")
+    for key, value in (("rope_scaling", old), ("rope_parameters", new)):
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(
+                f"config.json: {key} is {one_line(repr(value))}; expected an object or null"
+            )
+    if old and new:
+        kinds = [each.get("rope_type", each.get("type", "default")) for each in (old, new)]
+        other = [key for key in {*old} & {*new} - {"rope_type", "type"} if old[key] != new[key]]
+        if kinds[0] != kinds[1] or other:
+            raise ValueError(
+                f"config.json: rope_scaling {one_line(repr(old))} and rope_parameters "
+                f"{one_line(repr(new))} contradict each other; readers differ in which of them "
+                "counts. Keep the one that is right"
+            )
+    entry = {**(old or {}), **(new or {})}
+    # Phi's place for it, which transformers prefers.
+    if (original := config.get("original_max_position_embeddings")) is not None:
+        entry["original_max_position_embeddings"] = original
+    return entry
+
+
 def _gguf_rope(read, max_positions: int, factors: tuple[float, ...]) -> RopeScaling | None:
     kind = read("rope.scaling.type", "none")
     if factors:
@@ -237,6 +283,10 @@ def _gguf_rope(read, max_positions: int, factors: tuple[float, ...]) -> RopeScal
         return RopeScaling(kind="factors", factors=factors)
     if kind == "none":
         return None
+    if kind not in ("linear", "yarn"):
+        raise ValueError(
+            f"GGUF: rope scaling {kind!r} is not supported; known are none, linear and yarn"
+        )
     if read("rope.scaling.attn_factor", 1.0) != 1.0:
         raise ValueError("GGUF: rope.scaling.attn_factor other than 1 is not supported")
     return RopeScaling(
@@ -255,7 +305,7 @@ def _refuse_other_functions(
     if family != "mistral" and not (family.startswith("qwen") and slides):
         window = None
     kinds = set(config.get("layer_types") or ())
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    scaling = _rope_entry(config)
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     problems = {
         "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),

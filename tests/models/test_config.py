@@ -64,7 +64,7 @@ def test_end_tokens_of_both_files_are_joined():
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"num_local_experts": 8}, "num_experts"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "'ntk' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "original_max_position"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_attention_heads": 5, "num_key_value_heads": 2}, "multiple of num_kv_heads"),
@@ -73,6 +73,40 @@ def test_end_tokens_of_both_files_are_joined():
     ],
 )
 def test_other_functions_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        ModelConfig.from_hf(LLAMA | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": "32"}, "hidden_size is '32'; expected a whole number"),
+        ({"num_hidden_layers": 2.0}, "num_hidden_layers is 2.0"),
+        ({"vocab_size": None}, "vocab_size is None"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ({"head_dim": True}, "head_dim is True"),
+        ({"head_dim": 2**40}, "head_dim is 1099511627776"),
+        ({"head_dim": 2**20}, "head_dim must be at most"),
+        ({"num_hidden_layers": 10**9}, "num_layers must be at most"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps must be positive"),
+        ({"rope_theta": [1e4]}, "rope_theta is"),
+        ({"rope_theta": 1e300}, "rope_theta must be positive"),
+        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2}}, r"rope_scaling\.rope_type is"),
+        (
+            {"tie_word_embeddings": "false"},
+            "tie_word_embeddings is 'false'; expected true or false",
+        ),
+        ({"attention_bias": 1}, "attention_bias is 1"),
+        ({"eos_token_id": [2, "3"]}, "eos_token_id is"),
+        ({"eos_token_id": -1}, "eos_token_id is -1"),
+        ({"bos_token_id": [1]}, "bos_token_id is"),
+        ({"layer_types": "full_attention"}, "layer_types is"),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_named(change, words):
     with pytest.raises(ValueError, match=words):
         ModelConfig.from_hf(LLAMA | change)
 
@@ -149,6 +183,8 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
                 "rope_scaling": {
                     "rope_type": "llama3",
                     "factor": scaling.factor,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
                     "original_max_position_embeddings": scaling.original_max_positions,
                 },
             }

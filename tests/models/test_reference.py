@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 
 from molora_jax.models import load_base
+from molora_jax.models.config import ModelConfig
+from molora_jax.models.decoder import Decoder
 from molora_jax.models.tiny import tiny_tokenizer
+from tests.parity.compare import check_numbers, greedy_batch
+from tests.parity.random_models import NUM_MODELS, SLOTS, random_model, random_prompts
 from tests.parity.small_models import (
     SMALL_MODELS,
     hf_tensors,
@@ -20,12 +24,13 @@ from tests.parity.small_models import (
 
 REFERENCE = Path(__file__).parents[1] / "parity" / "reference"
 SMALL = json.loads((REFERENCE / "small_models.json").read_text("utf-8"))
+RANDOM = json.loads((REFERENCE / "random_models.json").read_text("utf-8"))["models"]
 SMOLLM2 = json.loads((REFERENCE / "smollm2.json").read_text("utf-8"))
 
 
 @jax.jit
-def logits_of(decoder, tokens):
-    return decoder.logits(decoder(tokens).hidden)
+def logits_of(decoder, tokens, mask=None):
+    return decoder.logits(decoder(tokens, mask).hidden)
 
 
 def nll_of(logits, ids):
@@ -53,6 +58,24 @@ def test_small_model_agrees_with_transformers(name, tmp_path):
         nll = nll_of(logits[row], tokens[row])
         np.testing.assert_allclose(nll, expected["nll"][row], atol=5e-5)
         np.testing.assert_allclose(logits[row, -1], expected["last_logits"][row], atol=5e-5)
+
+
+# The first of each family and scaling; a compilation for each is what they cost.
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param(index, marks=[] if index < len(SLOTS) else pytest.mark.long)
+        for index in range(NUM_MODELS)
+    ],
+)
+def test_random_model_agrees_with_transformers(index):
+    settings, arrays = random_model(index)
+    expected = RANDOM[str(index)]
+    total = sum(np.abs(array).sum(dtype=np.float64) for array in arrays.values())
+    assert total == pytest.approx(expected["weights_sum"], rel=1e-9), "other random weights"
+    decoder = Decoder(ModelConfig.from_hf(settings), arrays)
+    tokens, mask = greedy_batch(random_prompts(index), expected)
+    check_numbers(np.asarray(logits_of(decoder, tokens, mask)), tokens, mask, expected)
 
 
 @pytest.mark.model

