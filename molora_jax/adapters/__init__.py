@@ -4,6 +4,7 @@ from molora_jax.adapters.adapter import Adapter, LoraPair
 from molora_jax.adapters.bank import AdapterBank, Occupant
 from molora_jax.adapters.composition import Composition
 from molora_jax.adapters.names import PROJECTIONS
+from molora_jax.adapters.peft_folder import PeftFolder, read_peft_folder
 from molora_jax.adapters.peft_load import load_adapter
 from molora_jax.adapters.peft_save import AdapterCard, save_adapter
 from molora_jax.adapters.report import LoadReport
@@ -20,8 +21,10 @@ __all__ = [
     "LoadReport",
     "LoraPair",
     "Occupant",
+    "PeftFolder",
     "TrainableAdapter",
     "init_adapter",
     "load_adapter",
+    "read_peft_folder",
     "save_adapter",
 ]

@@ -1,6 +1,7 @@
 """One LoRA adapter on the host, as PEFT stores it: A, B and scale per module, with its identity."""
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
-from molora_jax.adapters.lora_config import lora_scale, new_config
+from molora_jax.adapters.lora_config import lora_scale
+from molora_jax.adapters.lora_describe import fitted_config, new_config
 from molora_jax.adapters.names import (
     PROJECTIONS,
     check_label,
@@ -63,6 +65,8 @@ class LoraPair:
                 f"lora_A {self.a.shape} and lora_B {self.b.shape} do not make an update: expected "
                 "A (r, in) and B (out, r) with one rank r >= 1, as PEFT stores them"
             )
+        if not math.isfinite(self.scale):
+            raise ValueError(f"scale is {self.scale}; expected a finite number")
 
     @property
     def rank(self) -> int:
@@ -108,28 +112,40 @@ class Adapter:
         name: str,
         arrays: Mapping[str, tuple[np.ndarray, np.ndarray]],
         *,
-        alpha: int | float,
+        alpha: int | float | Mapping[str, int | float],
         use_rslora: bool = False,
         base_name: str | None = None,
         num_layers: int | None = None,
     ) -> "Adapter":
         """An adapter from A (r, D) and B (F, r) per module, with the config that describes it.
 
-        `num_layers` of the base lets the config say `q_proj` for "in every layer". `base_name` goes
-        into the config, so it should be a model id and not a path of this machine.
+        `alpha` is one number or {module: number}; ranks may differ, too. `num_layers` of the base
+        lets the config say `q_proj` for "in every layer". `base_name` goes into the config, so it
+        should be a model id and not a path of this machine.
         """
+        alphas = alpha if isinstance(alpha, Mapping) else dict.fromkeys(arrays, alpha)
+        if lacking := [module for module in arrays if module not in alphas]:
+            raise ValueError(f"alpha has no value for the modules {shortened(lacking)}")
         modules = {
-            module: LoraPair(a, b, lora_scale(alpha, len(a), use_rslora=use_rslora))
+            module: LoraPair(a, b, lora_scale(alphas[module], len(a), use_rslora=use_rslora))
             for module, (a, b) in arrays.items()
         }
         config = new_config(
             {module: pair.rank for module, pair in modules.items()},
-            alpha=alpha,
+            alpha={module: alphas[module] for module in modules},
             use_rslora=use_rslora,
             base_name=base_name,
             num_layers=num_layers,
         )
         return cls(name, modules, config)
+
+    def described(self) -> dict[str, Any]:
+        """The config for this adapter's PEFT folder: `config`, made to fit where it does not.
+
+        Raises ValueError where no alpha gives one of the scales exactly.
+        """
+        modules = {module: (pair.rank, pair.scale) for module, pair in self.modules.items()}
+        return fitted_config(self.config, modules, name=self.name)
 
     @property
     def projections(self) -> tuple[str, ...]:

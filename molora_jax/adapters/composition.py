@@ -7,30 +7,36 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from absl import logging
 from jaxtyping import Int
-from safetensors import SafetensorError
-from safetensors.numpy import load as safetensors_arrays
 from safetensors.numpy import save as safetensors_bytes
 
 from molora_jax.adapters.adapter import Adapter
 from molora_jax.adapters.bank import AdapterBank
+from molora_jax.adapters.composition_record import (
+    ADAPTERS_FOLDER,
+    FORMAT_VERSION,
+    RECORD_FILE,
+    ROUTER_FILE,
+    Record,
+    SavedAdapter,
+    check_router,
+    read_record,
+    read_router,
+)
 from molora_jax.adapters.folders import new_folder
-from molora_jax.adapters.names import check_label, shortened
+from molora_jax.adapters.names import shortened
 from molora_jax.adapters.peft_load import load_adapter
 from molora_jax.adapters.peft_save import write_adapter
-from molora_jax.adapters.report import public_base_name
-from molora_jax.routing.registry import Router, build_router, router_arrays, router_config
+from molora_jax.adapters.report import LOCAL_PATH, public_base_name
+from molora_jax.files import inside
+from molora_jax.routing.registry import Router, router_arrays, router_config
 
 if TYPE_CHECKING:  # the decoder imports this package
     from molora_jax.models import BaseModel
-
-FORMAT_VERSION = 1
-ROUTER_FILE, RECORD_FILE, ADAPTERS_FOLDER = "router.safetensors", "molora.json", "adapters"
-RECORD_FIELDS = ("base", "bank", "adapters", "router", "columns", "labels_used", "metrics")
 
 
 @dataclass(kw_only=True)
@@ -91,10 +97,10 @@ class Composition:
                 f"{shortened(absent)}. Load it again before saving"
             )
         arrays = router_arrays(self.router)
-        _check_router(arrays)
+        check_router(arrays)
         record = {
             "format_version": FORMAT_VERSION,
-            "base": {"name": public_base_name(self.base_name), "sha256": self.base_digest},
+            "base": {"name": _saved_name(self.base_name), "sha256": self.base_digest},
             "bank": {
                 "num_slots": self.bank.num_slots,
                 "max_rank": self.bank.max_rank,
@@ -128,37 +134,44 @@ class Composition:
     def load(
         cls,
         path: str | Path,
-        base: BaseModel,
+        base: BaseModel | None = None,
         *,
         allow_missing: bool = False,
         allow_other_base: bool = False,
     ) -> Composition:
         """Reads a folder that `save` wrote, for the base it was made with.
 
+        base              None: the base that the record names, from `models.load_base`, which may
+                          download it. A path is not saved, so a base of one must be given
         allow_missing     an adapter that is gone or changed becomes a warning: its column is never
                           chosen, so tokens go to the others, or to the base where none is left
         allow_other_base  takes a base with other weights, with a warning
 
-        Raises ValueError, naming what is wrong, for either of these by default.
+        Raises ValueError, naming what is wrong, for either of these by default, and for a record or
+        router that was edited or damaged; FileNotFoundError where there is no composition.
         """
         folder = Path(path)
-        record = _read_record(folder)
+        record = read_record(folder)
+        router = read_router(folder, record.router)
+        if base is None:
+            base = _load_base(record, folder)
         _check_base(record, base, allow_other_base=allow_other_base)
-        bank = AdapterBank(base.config, **record["bank"])
+        _check_fits(router, base)
+        bank = AdapterBank(base.config, **record.bank, base_name=base.name)
         problems = []
-        for entry in record["adapters"]:
+        for entry in record.adapters:
             try:
-                bank.load(_read_adapter(folder, entry), slot=entry["slot"])
+                bank.load(_read_adapter(folder, entry, base), slot=entry.slot)
             except (FileNotFoundError, ValueError) as error:
                 problems.append(str(error))
         composition = cls(
             base_name=base.name,
             base_digest=base.digest,
             bank=bank,
-            router=_read_router(folder, record["router"]),
-            column_digests=record["columns"],
-            labels_used=record["labels_used"],
-            metrics=record["metrics"],
+            router=router,
+            column_digests=record.columns,
+            labels_used=record.labels_used,
+            metrics=record.metrics,
         )
         problems += [f"{column} has no adapter" for column in composition._absent()]
         if problems:
@@ -180,32 +193,29 @@ class Composition:
         ]
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
-    file = folder / RECORD_FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"no composition at {folder}: expected a folder with {RECORD_FILE}")
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    version = record.get("format_version") if isinstance(record, dict) else None
-    if version != FORMAT_VERSION:
+def _saved_name(name: str | None) -> str | None:
+    """The base's name where it is one, None where it is a path, which may be private."""
+    return name if public_base_name(name) == name and name != LOCAL_PATH else None
+
+
+def _load_base(record: Record, folder: Path) -> BaseModel:
+    name = _saved_name(record.base_name)
+    if name is None:
         raise ValueError(
-            f"{file}: format_version is {version!r}; this version reads {FORMAT_VERSION}. "
-            "Read it with the version of molora_jax that wrote it"
+            f"composition {folder}: its base was a folder or file of another machine or place, "
+            f"which is not saved (sha256:{record.base_sha256[:12]}). Pass base=load_base(PATH)"
         )
-    if missing := [name for name in RECORD_FIELDS if name not in record]:
-        raise ValueError(f"{file} lacks {', '.join(missing)}; copy the folder again")
-    return record
+    from molora_jax.models import load_base  # the decoder imports this package
+
+    return load_base(name)
 
 
-def _check_base(record: Mapping[str, Any], base: BaseModel, *, allow_other_base: bool) -> None:
-    made_for = record["base"]
-    if made_for["sha256"] == base.digest:
+def _check_base(record: Record, base: BaseModel, *, allow_other_base: bool) -> None:
+    if record.base_sha256 == base.digest:
         return
     text = (
-        f"this composition was made for the base {made_for['name']!r} "
-        f"(sha256:{made_for['sha256'][:12]}), not for {base.name!r} (sha256:{base.digest[:12]})"
+        f"this composition was made for the base {_saved_name(record.base_name) or LOCAL_PATH!r} "
+        f"(sha256:{record.base_sha256[:12]}), not for {base.name!r} (sha256:{base.digest[:12]})"
     )
     if not allow_other_base:
         raise ValueError(
@@ -215,40 +225,27 @@ def _check_base(record: Mapping[str, Any], base: BaseModel, *, allow_other_base:
     logging.warning("%s", text)
 
 
-def _read_adapter(folder: Path, entry: Mapping[str, Any]) -> Adapter:
-    # The name becomes a path: checked, so that an edited record cannot lead out of the folder.
-    name = check_label(entry["name"])
-    adapter, _ = load_adapter(folder / ADAPTERS_FOLDER / name, name=name)
-    if adapter.digest != entry["sha256"]:
+def _check_fits(router: Router, base: BaseModel) -> None:
+    """ValueError where a router was made for other sizes, which the first step would stumble on."""
+    sizes = {"d_model": base.config.hidden_size, "num_layers": base.config.num_layers}
+    for name, expected in sizes.items():
+        if getattr(router, name, None) not in (None, expected):
+            raise ValueError(
+                f"the router's {name} is {getattr(router, name)}; the base {base.name!r} has "
+                f"{expected}: it was trained for another base"
+            )
+
+
+def _read_adapter(folder: Path, entry: SavedAdapter, base: BaseModel) -> Adapter:
+    adapter, _ = load_adapter(
+        inside(folder / ADAPTERS_FOLDER / entry.name, folder),
+        name=entry.name,
+        config=base.config,
+        base_name=base.name,
+    )
+    if adapter.digest != entry.sha256:
         raise ValueError(
-            f"adapter {name!r} is not the one the router was trained with: its content is "
-            f"sha256:{adapter.digest[:12]}, expected sha256:{entry['sha256'][:12]}"
+            f"adapter {entry.name!r} is not the one the router was trained with: its content is "
+            f"sha256:{adapter.digest[:12]}, expected sha256:{entry.sha256[:12]}"
         )
     return adapter
-
-
-def _read_router(folder: Path, config: Mapping[str, Any]) -> Router:
-    try:
-        arrays = safetensors_arrays((folder / ROUTER_FILE).read_bytes())
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{folder} has no {ROUTER_FILE}; copy it again") from None
-    except SafetensorError as error:
-        raise ValueError(
-            f"{folder / ROUTER_FILE} is damaged or cut short ({error}); copy it again"
-        ) from error
-    _check_router(arrays)
-    return build_router(dict(config), arrays)
-
-
-def _check_router(arrays: Mapping[str, np.ndarray]) -> None:
-    """A router with NaN would send every token to the base without a word."""
-    broken = [
-        f"{name} ({int((~np.isfinite(array)).sum())} values)"
-        for name, array in arrays.items()
-        if not np.isfinite(array).all()
-    ]
-    if broken:
-        raise ValueError(
-            f"the router has NaN or infinite numbers in {shortened(broken)}: its training diverged "
-            "or the file is damaged. Train it again or take an earlier save"
-        )

@@ -48,11 +48,14 @@ def check_label(name: str) -> str:
     """Returns a name that can also be a folder and half of `base:adapter`; raises otherwise."""
     if not isinstance(name, str) or not name.strip() or re.search(r"[/\\:\x00-\x1f]", name):
         raise ValueError(
-            f"adapter name {name!r} is not usable: it names a folder and a model over HTTP, so it "
-            "must not be empty or hold '/', '\\', ':' or control characters. Pass another name="
+            f"adapter name {brief(name)} is not usable: it names a folder and a model over HTTP, "
+            "so it must not be empty or hold '/', '\\', ':' or control characters. Pass another "
+            "name="
         )
     if name.startswith("."):
-        raise ValueError(f"adapter name {name!r} must not start with a dot. Pass another name=")
+        raise ValueError(
+            f"adapter name {brief(name)} must not start with a dot. Pass another name="
+        )
     return name
 
 
@@ -61,8 +64,15 @@ def nearest(name: str, known: Iterable[str], *, count: int = 1) -> list[str]:
     return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
 
 
+def brief(value: object, *, limit: int = 80) -> str:
+    """repr(value) for a message: one line, cut in its middle where it is long."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 21]}…{text[-20:]}"
+
+
 def shortened(items: Iterable[object], *, limit: int = 5) -> str:
     """A list for a message: the first few items and how many more there are."""
     texts = [str(item) for item in items]
+    texts = [each if each.isprintable() and len(each) <= 200 else brief(each) for each in texts]
     rest = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return ", ".join(texts[:limit]) + rest

@@ -1,42 +1,32 @@
-"""Reading a PEFT folder: every tensor finds its place, or the load says which one does not."""
+"""Reading an adapter: every tensor of a PEFT folder finds its place, or the load says which not."""
 
-import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from absl import logging
-from safetensors import SafetensorError, safe_open
 
 from molora_jax.adapters.adapter import FLOAT_TYPES, Adapter, BaseShape, LoraPair
-from molora_jax.adapters.lora_config import CONFIG_FILE, LoraSettings, read_config
+from molora_jax.adapters.lora_config import LoraSettings, read_config
 from molora_jax.adapters.names import (
-    BASE_PREFIX,
     PROJECTIONS,
-    TENSOR_PREFIX,
-    is_module,
+    brief,
+    check_label,
     module_name,
-    nearest,
     shortened,
-    split_module,
     tensor_key,
 )
+from molora_jax.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, read_peft_folder
+from molora_jax.adapters.peft_keys import (
+    UNUSED,
+    check_one_spelling,
+    last_layer,
+    parse_key,
+    spelling_notes,
+    unmatched_message,
+)
 from molora_jax.adapters.report import LoadReport, public_base_name
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-CARD_FILE = "README.md"
-PEFT_FILES = frozenset({CONFIG_FILE, WEIGHTS_FILE, CARD_FILE})
-
-_KEY = re.compile(re.escape(TENSOR_PREFIX) + r"(layers\..+)\.lora_([AB])(?:\.default)?\.weight")
-# What else PEFT may write, so that a refusal can say what it met.
-_KINDS = {
-    r"lora_magnitude_vector": "DoRA magnitudes",
-    r"lora_embedding_[AB]": "LoRA on an embedding",
-    r"\.bias$": "biases",
-    r"lm_head.*\.lora_[AB]": "LoRA on the output layer",
-    r"modules_to_save|(lm_head|embed_tokens|norm)[\w.]*\.weight$": "full weights of a module",
-}
 
 
 def load_adapter(
@@ -49,7 +39,8 @@ def load_adapter(
 ) -> tuple[Adapter, LoadReport]:
     """Reads a PEFT folder, or refuses it: every tensor is used, or none.
 
-    path       the folder, or a file in it
+    path       the folder, a file in it, or org/name[@revision] of the local Hugging Face cache
+               (which is read and never filled; what exists as a path is taken as one)
     name       the adapter's label; the folder's name if None
     config     the base model's config: sizes and layers are checked against it
     base_name  the base's name, compared with the one in the file; a mismatch is a warning
@@ -58,162 +49,104 @@ def load_adapter(
     Tensors keep the dtype of the file, each its own; a bank converts them to its one dtype.
     Raises ValueError (FileNotFoundError where there is nothing), naming file, key and remedy.
     """
-    folder = _find_folder(Path(path))
-    name = folder.resolve().name if name is None else name
-    where = f"adapter {name!r}: {CONFIG_FILE}"
-    stored_config = _read_json(folder / CONFIG_FILE, where)
-    settings = read_config(stored_config, where=where)
-    tensors = _read_tensors(folder / WEIGHTS_FILE, name)
+    folder = read_peft_folder(path, name=name)
+    name = check_label(folder.label if name is None else name)
+    settings = read_config(folder.config, where=f"adapter {name!r}: {CONFIG_FILE}")
     num_layers = None if config is None else config.num_layers
-    found = _match(tensors, name, num_layers)
-    warnings = [*settings.warnings, *_check_targets(settings, list(found), name, num_layers)]
+    found, notes = _match(folder.tensors, name, num_layers)
+    paths = {module: module_path for module, (module_path, _, _) in found.items()}
+    warnings = [*settings.warnings, *_check_targets(settings, paths, name, num_layers)]
     modules = {}
-    for module, (a, b) in found.items():
-        _check_rank(settings, module, a, b, name)
-        modules[module] = LoraPair(a, b, settings.scale(module))
-    adapter = Adapter(name, modules, stored_config)
+    for module, (module_path, a, b) in found.items():
+        _check_rank(settings.rank(module_path), module, a, b, name)
+        modules[module] = LoraPair(a, b, settings.scale(module_path))
+    adapter = Adapter(name, modules, folder.config)
     if config is not None:
         adapter.check_fits(config)
     if not allow_nonfinite:
         adapter.check_finite()
     elif broken := adapter.nonfinite():
         warnings.append(f"NaN or infinite: {shortened(f'{m} ({n})' for m, n in broken.items())}")
-    if unused := settings.unused_keys(modules):
+    if unused := settings.unused_keys(paths.values()):
         warnings.append(f"matches no module of the adapter: {shortened(unused)}")
     stated = settings.base_name
     if base_name and stated and _last_part(stated) != _last_part(base_name):
-        warnings.append(f"trained on {public_base_name(stated)}, used with {base_name}")
+        warnings.append(
+            f"trained on {public_base_name(stated)}, used with {public_base_name(base_name)}"
+        )
     for text in warnings:
         logging.warning("adapter %r: %s", name, text)
-    report = LoadReport.of(adapter, source=str(path), notes=settings.notes, warnings=warnings)
+    skipped = [key for key in folder.tensors if UNUSED.fullmatch(key)]
+    report = LoadReport.of(
+        adapter,
+        source=str(path),
+        notes=[*settings.notes, *notes],
+        warnings=warnings,
+        unmatched=skipped,
+    )
     return adapter, report
 
 
-def _find_folder(path: Path) -> Path:
-    folder = path.parent if path.is_file() and path.name in PEFT_FILES else path
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"no adapter at {path}: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
-        )
-    if not (folder / CONFIG_FILE).is_file():
-        inside = sorted(each.parent.name for each in folder.glob(f"*/{CONFIG_FILE}"))
-        hint = (
-            f" Its sub-folders have one: {shortened(inside)}; load one of these." if inside else ""
-        )
-        raise FileNotFoundError(f"{folder} has no {CONFIG_FILE}, so it is no PEFT adapter.{hint}")
-    if not (folder / WEIGHTS_FILE).is_file():
-        pickled = sorted(f.name for s in ("*.bin", "*.pt", "*.pth") for f in folder.glob(s))
-        if pickled:
-            raise ValueError(
-                f"{folder} holds its weights as {pickled[0]}, a pickle, which can run code when "
-                f"read; only {WEIGHTS_FILE} is read. If you trust it, load it with PEFT and save "
-                "it again: save_pretrained(folder, safe_serialization=True)"
-            )
-        raise FileNotFoundError(f"{folder} has no {WEIGHTS_FILE}")
-    return folder
-
-
-def _read_json(file: Path, where: str) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{where} holds a {type(config).__name__}; expected an object")
-    return config
-
-
-def _read_tensors(file: Path, name: str) -> dict[str, np.ndarray]:
-    try:
-        with safe_open(file, framework="numpy") as stored:
-            tensors = {}
-            for key in stored.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
-                dtype = stored.get_slice(key).get_dtype()
-                if dtype not in ("F16", "BF16", "F32", "F64"):
-                    raise ValueError(
-                        f"adapter {name!r}: tensor {key!r} is {dtype}; expected one of "
-                        f"{', '.join(FLOAT_TYPES)}. Save the adapter again unquantised"
-                    )
-                tensors[key] = stored.get_tensor(key)
-    except SafetensorError as error:
-        raise ValueError(
-            f"adapter {name!r}: {file} is damaged or cut short ({error}); copy it again"
-        ) from error
+def _match(
+    tensors: Mapping[str, np.ndarray], name: str, num_layers: int | None
+) -> tuple[dict[str, tuple[str, np.ndarray, np.ndarray]], list[str]]:
+    """{module: (its name in the file's base, A, B)} of all tensors, and notes on their names."""
     if not tensors:
         raise ValueError(
             f"adapter {name!r}: {WEIGHTS_FILE} holds 0 tensors. Its training saved nothing: the "
             "base would run unchanged"
         )
-    return tensors
-
-
-def _match(
-    tensors: dict[str, np.ndarray], name: str, num_layers: int | None
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """{module: (A, B)} from all tensors, or an error that lists those with no place."""
-    found: dict[str, dict[str, np.ndarray]] = {}
-    unmatched = []
-    for key, tensor in tensors.items():
-        match = _KEY.fullmatch(key)
-        if match is None or not is_module(match[1]):
-            unmatched.append(key)
-        elif match[2] in found.setdefault(match[1], {}):
+    parsed = {key: parse_key(key) for key in tensors}
+    keys = {key: each for key, each in parsed.items() if each is not None}
+    modules = {each.module for each in keys.values()}
+    skipped = [key for key in parsed if UNUSED.fullmatch(key)]
+    if unmatched := [key for key in parsed if key not in keys and key not in skipped]:
+        layers = num_layers or last_layer(modules) + 1
+        problem = unmatched_message(unmatched, keys, modules, layers=layers)
+        raise ValueError(f"adapter {name!r} is refused: {WEIGHTS_FILE}: {problem}")
+    if not keys:
+        raise ValueError(f"adapter {name!r} is refused: {WEIGHTS_FILE} holds no LoRA matrices")
+    try:
+        check_one_spelling(keys)
+    except ValueError as error:
+        raise ValueError(f"adapter {name!r}: {WEIGHTS_FILE}: {error}") from None
+    pairs: dict[str, dict[str, np.ndarray]] = {}
+    for key, each in keys.items():
+        if tensors[key].dtype.name not in FLOAT_TYPES:
             raise ValueError(
-                f"adapter {name!r}: {match[1]} has two lora_{match[2]} tensors, with and without "
-                "'.default'. Save one adapter per file"
+                f"adapter {name!r}: tensor {brief(key, limit=200)} is {tensors[key].dtype}; "
+                f"expected one of {', '.join(FLOAT_TYPES)}. Save the adapter again unquantised"
             )
-        else:
-            found[match[1]][match[2]] = tensor
-    if unmatched:
-        raise ValueError(_unmatched_message(unmatched, found, name, num_layers))
-    for module, pair in found.items():
+        pairs.setdefault(each.module, {})[each.matrix] = tensors[key]
+    for module, pair in pairs.items():
         for here, missing in ("AB", "BA"):
             if missing not in pair:
                 raise ValueError(
                     f"adapter {name!r}: {module} has lora_{here} but no lora_{missing}; the file "
                     f"is incomplete: {tensor_key(module, missing)!r} is expected"
                 )
-    return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
-
-
-def _unmatched_message(
-    unmatched: list[str], found: dict[str, Any], name: str, num_layers: int | None
-) -> str:
-    layers = num_layers or max((split_module(m)[0] for m in found), default=0) + 1
-    known = [
-        tensor_key(module_name(layer, projection), matrix)
-        for layer in range(layers)
-        for projection in PROJECTIONS
-        for matrix in "AB"
-    ]
-    lines = []
-    for key in sorted(unmatched)[:5]:
-        kind = next((text for pattern, text in _KINDS.items() if re.search(pattern, key)), None)
-        near = nearest(key, known)
-        hint = f" ({kind})" if kind else f" (nearest known: {near[0]!r})" if near else ""
-        lines.append(f"{key!r}{hint}")
-    if len(unmatched) > 5:
-        lines.append(f"and {len(unmatched) - 5} more")
-    others = {key.split(".lora_")[0] for key in unmatched} - {TENSOR_PREFIX + m for m in found}
-    return (
-        f"adapter {name!r} is refused: matched {len(found)} of {len(found) + len(others)} modules. "
-        f"{len(unmatched)} tensors of {WEIGHTS_FILE} have no place: {'; '.join(lines)}. Expected "
-        f"LoRA matrices of {', '.join(PROJECTIONS)}, named as {known[0]!r}. Without these tensors "
-        "it would be another adapter: merge it into its base with PEFT, correct the names, or "
-        "train on these projections only"
-    )
+    notes = spelling_notes(keys)
+    if skipped:
+        notes.append(f"{len(skipped)} buffers of VeLoRA's training are not used")
+    prefix = next(iter(keys.values())).prefix
+    return {m: (prefix + m, pair["A"], pair["B"]) for m, pair in pairs.items()}, notes
 
 
 def _check_targets(
-    settings: LoraSettings, modules: list[str], name: str, num_layers: int | None
+    settings: LoraSettings, paths: Mapping[str, str], name: str, num_layers: int | None
 ) -> list[str]:
-    """Holds target_modules against the tensors: warnings, or an error where some are missing."""
-    layers = num_layers or max(split_module(module)[0] for module in modules) + 1
-    possible = [module_name(layer, p) for layer in range(layers) for p in PROJECTIONS]
+    """Holds target_modules against the tensors: warnings, or an error where some are missing.
+
+    paths  {module: its name in the file's own base}
+    """
     targets = settings.target_modules
     if targets is None:
         return []
-    missing = [m for m in possible if m not in modules and settings.targets(m)]
+    module, path = next(iter(paths.items()))
+    prefix = path.removesuffix(module)
+    layers = num_layers or last_layer(paths) + 1
+    possible = [module_name(layer, p) for layer in range(layers) for p in PROJECTIONS]
+    missing = [m for m in possible if m not in paths and settings.targets(prefix + m)]
     if missing:
         raise ValueError(
             f"adapter {name!r}: {CONFIG_FILE} targets {len(missing)} modules for which "
@@ -221,23 +154,26 @@ def _check_targets(
             "that is meant, narrow target_modules (or layers_to_transform) to what was trained"
         )
     warnings = []
-    if extra := [module for module in modules if not settings.targets(module)]:
+    if extra := [m for m, path in paths.items() if not settings.targets(path)]:
         warnings.append(
             f"{len(extra)} modules have tensors but are not in target_modules; used all the same: "
             + shortened(extra)
         )
     if isinstance(targets, list):
-        names = [BASE_PREFIX + module for module in possible]
+        names = [prefix + module for module in possible]
         idle = [t for t in targets if not any(n == t or n.endswith(f".{t}") for n in names)]
         if idle:
             warnings.append(f"target_modules without tensors, not applied: {shortened(idle)}")
     return warnings
 
 
-def _check_rank(
-    settings: LoraSettings, module: str, a: np.ndarray, b: np.ndarray, name: str
-) -> None:
-    stated = settings.rank(module)
+def _check_rank(stated: int, module: str, a: np.ndarray, b: np.ndarray, name: str) -> None:
+    if not a.size or not b.size:
+        raise ValueError(
+            f"adapter {name!r}: {module} has lora_A {a.shape} and lora_B {b.shape}, without a "
+            "number in them. Sharded training (ZeRO-3, FSDP) saves such where it does not gather "
+            "the weights first: save it again with the whole state dict"
+        )
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != stated or b.shape[1] != stated:
         raise ValueError(
             f"adapter {name!r}: {module} has lora_A {a.shape} and lora_B {b.shape}, but "

@@ -9,9 +9,9 @@ from safetensors.numpy import save as safetensors_bytes
 
 from molora_jax.adapters.adapter import Adapter
 from molora_jax.adapters.folders import new_folder
-from molora_jax.adapters.lora_config import CONFIG_FILE
-from molora_jax.adapters.names import shortened, tensor_key
-from molora_jax.adapters.peft_load import CARD_FILE, PEFT_FILES, WEIGHTS_FILE, load_adapter
+from molora_jax.adapters.names import tensor_key
+from molora_jax.adapters.peft_folder import CARD_FILE, CONFIG_FILE, PEFT_FILES, WEIGHTS_FILE
+from molora_jax.adapters.peft_load import load_adapter
 from molora_jax.adapters.report import LoadReport, public_base_name
 
 
@@ -34,9 +34,12 @@ def save_adapter(
 ) -> Path:
     """Writes a PEFT folder, whole or not at all, and reads it back before it appears.
 
-    Tensors are written in the dtype they have, under PEFT's names. The re-read must give the same
-    digest, which covers weights, modules and scales; a broken adapter (NaN, no tensors, a config
-    that does not describe its modules) is therefore refused here and not found by its next user.
+    Tensors are written in the dtype they have, under PEFT's names. The config is the adapter's own
+    where it describes the modules, and else made to: mixed ranks and scales become patterns. The
+    re-read must give the same digest, which covers weights, modules and scales.
+
+    Raises ValueError for an adapter that is broken (NaN) or cannot be described (a scale that no
+    alpha gives), so that its next user is not the one who finds out.
     """
     with new_folder(path, owned=PEFT_FILES, overwrite=overwrite) as folder:
         write_adapter(adapter, folder, card=card)
@@ -51,22 +54,16 @@ def write_adapter(adapter: Adapter, folder: Path, *, card: AdapterCard | None = 
         for module, pair in adapter.modules.items()
         for matrix in "AB"
     }
-    config = {**adapter.config, "peft_type": "LORA", "inference_mode": True}
+    config = {**adapter.described(), "peft_type": "LORA", "inference_mode": True}
     # Written by hand, since safetensors' own save_file makes a file that only its owner can read.
     (folder / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors, metadata={"format": "pt"}))
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / CARD_FILE).write_text(_card_text(adapter, card), encoding="utf-8")
     written, _ = load_adapter(folder, name=adapter.name)
     if written.digest != adapter.digest:
-        wrong = [
-            name
-            for name, pair in adapter.modules.items()
-            if name not in written.modules or written.modules[name].scale != pair.scale
-        ]
-        raise ValueError(
-            f"adapter {adapter.name!r} is not saved: read back, it is another one "
-            f"(scale or rank of {shortened(wrong) or 'no module'} differs from its config). "
-            "Build it with Adapter.from_arrays, which makes the config that describes it"
+        raise OSError(
+            f"adapter {adapter.name!r} is not saved: read back from {folder}, it is another one. "
+            "Check the disk and save it again"
         )
 
 

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from molora_jax.adapters.adapter import Adapter
-from molora_jax.adapters.names import split_module, tensor_key
+from molora_jax.adapters.names import shortened, split_module, tensor_key
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
     """What about a loaded adapter can be right or wrong in silence; `str()` is a table.
 
-    matched    tensor names that were used; a load with an unmatched one is refused, so `unmatched`
-               is empty unless a later version learns to skip something by name
+    matched    the tensors that were used, by PEFT's usual names
+    unmatched  those that were passed over, by their names in the file: a load with a tensor that
+               could change the result is refused, so these cannot (and a note says what they are)
     modules    rows (projection, layers, ranks, scales), each entry a sorted tuple of what occurs
     base_name  the base that the adapter says it was trained on, without private paths
     slot       where it lies in a bank, and `bank_dtype` what it was converted to there
@@ -39,6 +40,7 @@ class LoadReport:
         source: str = "memory",
         notes: Sequence[str] = (),
         warnings: Sequence[str] = (),
+        unmatched: Sequence[str] = (),
     ) -> "LoadReport":
         warnings = list(warnings)
         if not any(pair.b.any() for pair in adapter.modules.values()):
@@ -48,7 +50,7 @@ class LoadReport:
             source=source,
             digest=adapter.digest,
             matched=tuple(tensor_key(name, matrix) for name in adapter.modules for matrix in "AB"),
-            unmatched=(),
+            unmatched=tuple(unmatched),
             modules=tuple(_row(adapter, projection) for projection in adapter.projections),
             dtypes=adapter.dtypes,
             base_name=public_base_name(adapter.config.get("base_model_name_or_path")),
@@ -73,7 +75,7 @@ class LoadReport:
             f"  source    {self.source}",
             f"  base      {self.base_name or 'not stated'}",
             f"  tensors   matched {len(self.matched)} of {total}; "
-            f"unmatched: {', '.join(self.unmatched) or 'none'}",
+            f"unmatched: {shortened(self.unmatched) or 'none'}",
             f"  dtype     {stored}" + (f", held as {self.bank_dtype}" if self.bank_dtype else ""),
             f"  digest    sha256:{self.digest}",
             f"  {'module':<10}{'layers':>12}{'rank':>10}{'scale':>14}",
@@ -87,12 +89,15 @@ class LoadReport:
         return "\n".join(lines)
 
 
+LOCAL_PATH = "(a local path)"
+
+
 def public_base_name(name: str | None) -> str | None:
     """A model id as it is; a path of the author's machine only as such, since it may be private."""
     if name is None:
         return None
-    is_path = name.count("/") > 1 or "\\" in name or name.startswith(("/", ".", "~"))
-    return "(a local path)" if is_path else name
+    is_path = name.count("/") > 1 or name.startswith((".", "~", "/")) or set(name) & {"\\", ":"}
+    return LOCAL_PATH if is_path or not name.isprintable() or len(name) > 200 else name
 
 
 def _row(adapter: Adapter, projection: str):

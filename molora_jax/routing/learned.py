@@ -10,7 +10,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from molora_jax.routing.select import check_choice, rms_normalize, select
+from molora_jax.routing.select import check_choice, is_count, rms_normalize, select
 from pallas_kernels import Routing
 
 
@@ -44,13 +44,18 @@ class LearnedRouter(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_choice(top_k=top_k, num_columns=num_columns, gate=gate)
+        for name, size in (("d_model", d_model), ("width", width), ("num_layers", num_layers)):
+            if size is not None and not is_count(size):
+                raise ValueError(f"{name} is {size!r}: expected a positive integer")
         if (num_layers is None) == (after_layer is None):
             raise ValueError(
-                f"num_layers is {num_layers} and after_layer is {after_layer}: give exactly one, "
-                "num_layers for a router in every layer or after_layer for one shared decision"
+                f"num_layers is {num_layers!r} and after_layer is {after_layer!r}: give exactly "
+                "one, num_layers for a router in every layer or after_layer for one shared decision"
             )
-        if after_layer is not None and after_layer < 0:
-            raise ValueError(f"after_layer {after_layer} is negative: layers are numbered from 0")
+        if after_layer is not None and after_layer != 0 and not is_count(after_layer):
+            raise ValueError(
+                f"after_layer {after_layer!r} is negative or no number: layers are numbered from 0"
+            )
         self.decision = "shared" if num_layers is None else "per_layer"
         self.d_model, self.num_columns, self.width = d_model, num_columns, width
         self.num_layers, self.after_layer = num_layers, after_layer
@@ -186,15 +191,18 @@ class LearnedRouter(nnx.Module):
     @classmethod
     def from_config(cls, config: dict[str, Any], arrays: dict[str, np.ndarray]) -> "LearnedRouter":
         """The router that `to_config` and its parameters describe."""
-        router = cls(**config, rngs=nnx.Rngs(0))
+        # Shapes first: damaged settings could ask for more memory than there is.
+        abstract = nnx.eval_shape(lambda: cls(**config, rngs=nnx.Rngs(0)))
         for name in ("w_in", "b_in", "w_out", "b_out"):
-            parameter, value = getattr(router, name), arrays[name]
-            if value.shape != parameter[...].shape:
+            value, expected = arrays[name], getattr(abstract, name).shape
+            if value.shape != expected:
                 raise ValueError(
                     f"router parameter {name} has shape {value.shape}, but its settings "
-                    f"{config} ask for {parameter[...].shape}: the two belong to different routers"
+                    f"{config} ask for {expected}: the two belong to different routers"
                 )
-            parameter[...] = jnp.asarray(value, jnp.float32)
+        router = cls(**config, rngs=nnx.Rngs(0))
+        for name in ("w_in", "b_in", "w_out", "b_out"):
+            getattr(router, name)[...] = jnp.asarray(arrays[name], jnp.float32)
         return router
 
 

@@ -6,6 +6,7 @@ slot of the bank that adapter lies at this moment.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import Routing
@@ -122,11 +123,18 @@ def rms_normalize(hidden: Float[Array, "*n D"], *, eps: float = 1e-6) -> Float[A
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a positive integer that can be the length of an axis; True and 2.0 are not."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        return False
+    return 0 < int(value) < 2**31
+
+
 def check_choice(*, top_k: int, num_columns: int, gate: str = "softmax") -> None:
     """ValueError unless 0 < top_k ≤ num_columns and the gate is known."""
-    if not 0 < top_k <= num_columns:
+    if not (is_count(top_k) and is_count(num_columns) and top_k <= num_columns):
         raise ValueError(
-            f"top_k {top_k} is not a number from 1 to {num_columns}, the number of router "
+            f"top_k {top_k!r} is not a number from 1 to {num_columns!r}, the number of router "
             "columns (one per adapter): choose a smaller top_k or add adapters"
         )
     if gate not in GATES:

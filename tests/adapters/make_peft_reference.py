@@ -39,23 +39,35 @@ CASES = {
         "layers_to_transform": [0, 2],
         "task_type": "CAUSAL_LM",
     },
+    # Of the decoder without its output layer: no `model.` in the names, so an anchor means others.
+    "bare": {
+        "r": 2,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "up_proj"],
+        "rank_pattern": {"^layers.1.self_attn.q_proj": 4},
+        "alpha_pattern": {"^layers.0.mlp.up_proj": 10, r"layers\.2\.mlp\..*": 3},
+        "task_type": "FEATURE_EXTRACTION",
+    },
 }
 
 
-def small_base():
-    """The model whose sizes are BASE of tests/adapters/make.py."""
+def small_base(*, bare=False):
+    """The model whose sizes are BASE of tests/adapters/make.py, or the decoder inside it."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=19, hidden_size=10, intermediate_size=7, num_hidden_layers=3,
             num_attention_heads=2, num_key_value_heads=1, head_dim=6, tie_word_embeddings=False,
         )
     )  # fmt: skip
+    return model.model if bare else model
 
 
 def lora_model(settings):
     """A PEFT model whose A and B are both random."""
-    model = get_peft_model(small_base(), LoraConfig(**settings))
+    bare = settings.get("task_type") == "FEATURE_EXTRACTION"
+    model = get_peft_model(small_base(bare=bare), LoraConfig(**settings))
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -65,10 +77,10 @@ def lora_model(settings):
 
 def deltas(model):
     """{"layers.0.self_attn.q_proj": ΔW (F, D)} of a PEFT model."""
+    modules = {n: m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
     return {
-        name.removeprefix("base_model.model.model."): module.get_delta_weight("default").detach()
-        for name, module in model.named_modules()
-        if hasattr(module, "get_delta_weight")
+        name[name.index("layers.") :]: module.get_delta_weight("default").detach()
+        for name, module in modules.items()
     }
 
 

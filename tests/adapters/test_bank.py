@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from molora_jax.adapters import PROJECTIONS, Adapter, AdapterBank, LoraPair, load_adapter
-from molora_jax.adapters.lora_config import new_config
+from molora_jax.adapters.lora_describe import new_config
 from tests.adapters.make import (
     BASE,
     arrays_for,
@@ -91,7 +91,7 @@ def test_mixed_ranks_projections_and_scales_share_a_bank():
         assert_slot_is(bank, slot, adapter)
 
 
-# F1, F2: one scale, whichever way the adapter is used.
+# One scale, whichever way the adapter is used.
 def test_rslora_scale_survives_the_bank(tmp_path):
     tensors = peft_tensors(arrays_for(modules_of(projections=("q_proj",)), 16))
     path = write_peft(
@@ -121,7 +121,7 @@ def test_folding_happens_once_and_leaves_the_adapter_alone():
     np.testing.assert_array_equal(adapter.modules[module].b, b)
 
 
-# S1: a slot keeps nothing of its last tenant.
+# A slot keeps nothing of its last tenant.
 @pytest.mark.parametrize("way", ["unload and load", "replace"])
 def test_reused_slot_equals_a_fresh_one(way):
     wide = make_adapter("wide", rank=5, seed=1)
@@ -149,7 +149,7 @@ def test_unload_empties_the_slot_and_only_that():
     assert bank.load(make_adapter("third", seed=3)).slot == 0
 
 
-# S5: identity is the content, a name is a label.
+# Identity is the content, a name is a label.
 def test_same_name_with_new_weights_is_served_at_once(tmp_path):
     bank = make_bank()
     path = tmp_path / "x"
@@ -282,7 +282,7 @@ def test_bytes_per_slot_is_what_the_device_holds():
     assert "KiB a slot" in str(bank)
 
 
-# N1: one dtype for the bank, whatever the files hold and in whichever order they come.
+# One dtype for the bank, whatever the files hold and in whichever order they come.
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_dtype_does_not_depend_on_the_order_of_loading(dtype):
     arrays = {"half": ml_dtypes.bfloat16, "full": np.float32}
@@ -315,7 +315,7 @@ def test_overflow_of_the_bank_dtype_is_refused():
     assert_unchanged(bank, before)
 
 
-# S10: one trace of the step, and one program that writes slots, for any sequence of loads.
+# One trace of the step, and one program that writes slots, for any sequence of loads.
 def test_loading_unloading_and_swapping_recompile_nothing():
     bank = make_bank(num_slots=4, max_rank=5)
     traces = []
@@ -358,6 +358,29 @@ def test_loading_unloading_and_swapping_recompile_nothing():
         check(adapters[3], 3)
     assert compiled == []
     assert len(traces) == 1
+
+
+def test_folders_of_every_rank_and_spelling_are_loaded_without_compiling(tmp_path):
+    folders = []
+    for number, projections in enumerate([("q_proj",), ("k_proj", "down_proj"), PROJECTIONS]):
+        tensors = peft_tensors(arrays_for(modules_of(projections=projections), number + 1))
+        if number == 1:
+            tensors = {k.replace("model.model.", "model."): v for k, v in tensors.items()}
+        folders.append(
+            write_peft(
+                tmp_path / str(number), tensors, r=number + 1, target_modules=projections,
+                use_rslora=number == 2, alpha_pattern={"layers.1": 3, "q_proj": 5},
+            )
+        )  # fmt: skip
+    make_bank().load(make_adapter("first"))  # compiles what writes a slot of this shape
+    bank = make_bank()
+    with count_compilations() as compiled:
+        for folder in folders:
+            bank.load(folder)
+        bank.replace("0", folders[0], name="again")
+        bank.unload("1")
+        jax.block_until_ready(bank.stacks)
+    assert compiled == []
 
 
 def test_slots_are_written_in_place():

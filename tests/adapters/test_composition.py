@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from molora_jax.adapters import (
     Adapter,
@@ -20,6 +21,7 @@ from molora_jax.adapters import (
 from molora_jax.models import load_base
 from molora_jax.routing import LearnedRouter, VocabularyRouter
 from tests.adapters.make import arrays_for, modules_of
+from tests.helpers import unchecked_shapes
 
 NAMES = ("a", "b", "c")
 
@@ -170,7 +172,7 @@ def test_diverged_router_is_neither_saved_nor_loaded(tmp_path, base, learned, mo
     with pytest.raises(ValueError, match=r"router has NaN .* b_out \(1 values\)"):
         learned.save(tmp_path / "mix")
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(composition, "_check_router", lambda arrays: None)
+    monkeypatch.setattr(composition, "check_router", lambda arrays: None)
     learned.save(tmp_path / "mix")
     monkeypatch.undo()
     with pytest.raises(ValueError, match="router has NaN"):
@@ -188,7 +190,7 @@ def test_missing_adapter_is_an_error_unless_allowed(tmp_path, base, learned, ada
         save_adapter(dataclasses.replace(adapters[2], name="b"), folder, overwrite=True)
     else:
         (folder / "adapter_model.safetensors").write_bytes(b"")
-    message = {"gone": "no adapter at", "changed": "'b' is not the one", "cut": "cut short"}[how]
+    message = {"gone": "no adapter at", "changed": "'b' is not the one", "cut": "is empty"}[how]
     with pytest.raises(ValueError, match=f"{message}.*column 1 .*allow_missing=True"):
         Composition.load(path, base)
     again = Composition.load(path, base, allow_missing=True)
@@ -217,9 +219,45 @@ def test_other_base_is_refused_unless_allowed(tmp_path, base, learned):
     assert Composition.load(path, other, allow_other_base=True).base_digest == "f" * 64
 
 
-def test_private_path_of_the_base_is_not_saved(tmp_path, learned):
+def test_without_a_base_the_one_of_the_record_is_loaded(tmp_path, base, learned):
+    expected, _ = logits(base, learned)
+    again = Composition.load(learned.save(tmp_path / "mix"))
+    assert (again.base_name, again.base_digest) == ("tiny-random", base.digest)
+    assert again.bank.base_name == "tiny-random"
+    np.testing.assert_array_equal(next(logits(base, again)), expected)
+
+
+def test_private_path_of_the_base_is_not_saved(tmp_path, base, learned):
     learned.base_name = "/home/somebody/secret/model"
-    assert "secret" not in (learned.save(tmp_path / "mix") / "molora.json").read_text()
+    path = learned.save(tmp_path / "mix")
+    record = (path / "molora.json").read_text()
+    assert "secret" not in record
+    assert json.loads(record)["base"]["name"] is None
+    with pytest.raises(ValueError, match=r"which is not saved .* Pass base=load_base\(PATH\)"):
+        Composition.load(path)
+    assert Composition.load(path, base).base_name == base.name
+    # Nor is a path followed that somebody wrote into the record.
+    edit(path, lambda r: r["base"].update(name="../elsewhere/model"))
+    with pytest.raises(ValueError, match="which is not saved"):
+        Composition.load(path)
+
+
+def test_the_base_of_another_size_is_refused_before_the_first_step(tmp_path, base, learned):
+    path = learned.save(tmp_path / "mix")
+    config = dataclasses.replace(base.config, num_layers=base.config.num_layers - 1)
+    other = dataclasses.replace(base, config=config, digest="f" * 64)
+    with pytest.raises(ValueError, match=r"router's num_layers is .*trained for another base"):
+        Composition.load(path, other, allow_other_base=True)
+
+
+def test_an_adapter_of_another_base_is_warned_of(tmp_path, base, adapters, caplog):
+    config = {**adapters[0].config, "base_model_name_or_path": "org/other"}
+    stranger = dataclasses.replace(adapters[0], config=config)
+    made = compose(base, [stranger, *adapters[1:]], learned_router(base))
+    path = made.save(tmp_path / "mix")
+    caplog.clear()
+    Composition.load(path, base)
+    assert "trained on org/other, used with tiny-random" in caplog.text
 
 
 def test_record_of_another_version_is_refused(tmp_path, base, learned):
@@ -250,3 +288,123 @@ def test_failed_save_leaves_the_old_folder(tmp_path, base, learned, monkeypatch)
         learned.save(path, overwrite=True)
     assert [each.name for each in tmp_path.iterdir()] == ["mix"]
     Composition.load(path, base)
+
+
+# An edited or damaged record: one line that names the field and what stood there.
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r.pop("columns"), "lacks columns"),
+        (lambda r: r.update(format_version=True), "format_version is True"),
+        (lambda r: r.update(colums=[]), r"unknown field 'colums' \(did you mean 'columns'"),
+        (lambda r: r.update(base=None), "base is None; expected an object"),
+        (lambda r: r["base"].pop("sha256"), "base lacks sha256"),
+        (lambda r: r["base"].update(sha256="0" * 63), "base.'sha256'. is '000.*64 hexadecimal"),
+        (lambda r: r["base"].update(name=7), "base.'name'. is 7; expected a text or null"),
+        (lambda r: r.update(bank=[]), "bank is .*; expected an object"),
+        (
+            lambda r: r["bank"].update(num_slots="4"),
+            "bank.'num_slots'. is '4'; expected",
+        ),
+        (lambda r: r["bank"].update(num_slots=0), "bank.'num_slots'. is 0; expected an integer"),
+        (lambda r: r["bank"].update(num_slots=10**9), "bank.'num_slots'. is 1000000000"),
+        (lambda r: r["bank"].update(max_rank=True), "bank.'max_rank'. is True"),
+        (lambda r: r["bank"].update(max_rank=4.0), r"bank.'max_rank'. is 4\.0"),
+        (lambda r: r["bank"].update(dtype="int8"), "bank.'dtype'. is 'int8'; expected one of"),
+        (lambda r: r["bank"].update(projections=["q"]), "bank.'projections'. is .*'q'"),
+        (lambda r: r["bank"].update(projections=[]), "bank.'projections'. is "),
+        (lambda r: r["bank"].update(device="gpu"), "bank: unknown field 'device'"),
+        (lambda r: r.update(adapters={}), "adapters is {}; expected a list"),
+        (lambda r: r["adapters"].append("d"), "adapters.3. is 'd'; expected an object"),
+        (lambda r: r["adapters"][0].pop("slot"), "adapters.0. lacks slot"),
+        (lambda r: r["adapters"][0].update(slot=4), r"adapters.0..'slot'. is 4; .* from 0 to 3"),
+        (lambda r: r["adapters"][0].update(slot=-1), "adapters.0..'slot'. is -1"),
+        (lambda r: r["adapters"][0].update(slot="0"), "adapters.0..'slot'. is '0'"),
+        (lambda r: r["adapters"][1].update(slot=0), "adapters.1. has the slot 0 of an adapter"),
+        (lambda r: r["adapters"][1].update(name="c"), "adapters.1. has the name 'c' of an"),
+        (
+            lambda r: r["adapters"][1].update(sha256=r["adapters"][0]["sha256"]),
+            "adapters.1. has the sha256 '",
+        ),
+        (lambda r: r["adapters"][0].update(name="a/b"), "adapters.0.: adapter name 'a/b'"),
+        (lambda r: r["adapters"][0].update(sha256=None), "adapters.0..'sha256'. is None"),
+        (lambda r: r.update(columns="abc"), "columns is 'abc'; expected a list"),
+        (lambda r: r["columns"].append("xyz"), "columns.3. is 'xyz'; expected a sha256"),
+        (lambda r: r["columns"].pop(), "router has 3 columns and column_digests 2"),
+        (lambda r: r.update(labels_used=1), "labels_used is 1; expected true, false or null"),
+        (lambda r: r.update(metrics=[1]), "metrics is .1.; expected an object"),
+        (lambda r: r["metrics"].update(nll="low"), "metrics.'nll'. is 'low'; expected a number"),
+        (lambda r: r.update(router="learned"), "router is 'learned'; expected an object"),
+        (lambda r: r["router"].pop("kind"), "router.'kind'. is None"),
+        (
+            lambda r: r["router"].update(kind="lerned"),
+            "'lerned' is unknown.* 'learned'",
+        ),
+        (lambda r: r["router"].pop("width"), "router 'learned'.*width|settings .*understood was"),
+        (lambda r: r["router"].update(depth=2), "router 'learned' cannot be built.*'depth'"),
+        (lambda r: r["router"].update(top_k=9), "router 'learned': .*top_k"),
+        (lambda r: r["router"].update(gate="max"), "router 'learned': .*gate"),
+        (lambda r: r["router"].update(width=32), "router 'learned': .*shape"),
+        (lambda r: r["router"].update(width="64"), "router 'learned'"),
+        (lambda r: r["router"].update(d_model=None), "router 'learned'"),
+        (lambda r: r["router"].update(d_model=-1), "d_model is -1: expected a positive integer"),
+        (lambda r: r["router"].update(width=0), "width is 0: expected a positive integer"),
+        (lambda r: r["router"].update(num_layers=0), "num_layers is 0: expected a positive"),
+        (lambda r: r["router"].update(num_layers=2**30), "w_in has shape .* 1073741824"),
+        (lambda r: r["router"].update(num_columns=2**63), "top_k 2 is not a number from 1 to 92"),
+        (lambda r: r["router"].update(top_k=True), "top_k True is not a number"),
+        (lambda r: r["router"].update(top_k=1.5), r"top_k 1\.5 is not a number"),
+        (lambda r: r["router"].update({"a\nb": 1}), r"cannot be built"),
+    ],
+)
+def test_an_edited_record_is_refused_by_field(tmp_path, base, learned, change, said):
+    path = edit(learned.save(tmp_path / "mix"), change)
+    with unchecked_shapes(), pytest.raises(ValueError, match=said) as error:
+        Composition.load(path, base)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda a: a.pop("b_in"), "needs the array 'b_in'.* router.safetensors"),
+        (lambda a: a.update(extra=np.ones(2)), "has no place for 'extra'"),
+        (lambda a: a.update(w_in=a["w_in"][:, :-1]), "w_in has shape"),
+        (lambda a: a.update(w_in=a["w_in"][0]), "w_in has shape"),
+        (lambda a: a.update(w_in=a["w_in"].astype(np.float64)), "is float64 .*expected float32"),
+        (lambda a: a.update(b_out=a["b_out"].astype(np.int32)), "is int32 .*expected float32"),
+        (lambda a: a.update(w_out=np.full_like(a["w_out"], np.inf)), "router has NaN or infinite"),
+        (lambda a: a.clear(), "needs the array"),
+    ],
+)
+def test_a_damaged_router_is_refused_by_array(tmp_path, base, learned, change, said):
+    path = learned.save(tmp_path / "mix")
+    arrays = load_file(path / "router.safetensors")
+    change(arrays)
+    save_file(arrays, path / "router.safetensors")
+    with unchecked_shapes(), pytest.raises(ValueError, match=said):
+        Composition.load(path, base)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 40, b"version https://git-lfs.github.com/spec/"]
+)
+@pytest.mark.parametrize("name", ["molora.json", "router.safetensors"])
+def test_a_damaged_file_is_refused_in_one_line(tmp_path, base, learned, name, content):
+    path = learned.save(tmp_path / "mix")
+    (path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} (is|cannot)") as error:
+        Composition.load(path, base)
+    assert "\n" not in str(error.value)
+    (path / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name}"):
+        Composition.load(path, base)
+
+
+@pytest.mark.parametrize("name", ["molora.json", "router.safetensors", "adapters/b"])
+def test_links_that_leave_the_folder_are_not_followed(tmp_path, base, learned, name):
+    path = learned.save(tmp_path / "mix")
+    (path / name).rename(tmp_path / "outside")
+    (path / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(ValueError, match="leads out of"):
+        Composition.load(path, base)

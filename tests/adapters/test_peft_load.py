@@ -79,7 +79,7 @@ def test_one_matrix_under_two_names_is_refused(tmp_path):
         load_adapter(write_peft(tmp_path, tensors, target_modules=QV))
 
 
-# F1: rsLoRA.
+# A flag that changes the scale.
 def test_rslora_scale(tmp_path):
     tensors = qv_tensors(rank=16)
     path = write_peft(tmp_path, tensors, r=16, lora_alpha=32, target_modules=QV, use_rslora=True)
@@ -88,7 +88,7 @@ def test_rslora_scale(tmp_path):
     assert report.scales["q_proj"] == (8.0,)
 
 
-# F5: orientation, where the sizes cannot tell.
+# Orientation, where the sizes cannot tell.
 def test_square_module_is_read_as_peft_stores_it(tmp_path):
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 8, 8)).astype(np.float32)
@@ -141,7 +141,7 @@ def test_transposed_matrices_are_refused(tmp_path):
         load_adapter(write_peft(tmp_path, tensors, target_modules=QV))
 
 
-# F4: nothing matches.
+# Names that match nothing.
 def test_other_prefix_is_refused_with_the_nearest_names(tmp_path):
     tensors = peft_tensors(arrays_for(modules_of()[:14]))
     renamed = {
@@ -155,7 +155,7 @@ def test_other_prefix_is_refused_with_the_nearest_names(tmp_path):
     assert "nearest known: 'base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'" in text
 
 
-# F7, F8, F9, F17: what cannot be applied is never dropped.
+# What cannot be applied is never dropped.
 @pytest.mark.parametrize(
     ("key", "shape", "kind"),
     [
@@ -204,7 +204,7 @@ def test_fields_that_change_the_result_are_refused_by_name(folder, field, value)
         load_adapter(edit(folder, **{field: value}))
 
 
-# F10: newer and unknown fields.
+# Fields that are newer, or nobody's.
 def test_fields_at_rest_are_no_trouble(folder):
     edit(folder, eva_config=None, monteclora_config=None, peft_version="0.21.2", use_dora=False)
     edit(folder, qalora_group_size=16, megatron_core="megatron.core", lora_dropout=0.1, bias="none")
@@ -271,6 +271,9 @@ def test_missing_scale_fields_are_said(tmp_path):
         ["self_attn.q_proj", "model.layers.0.self_attn.v_proj", "layers.1.self_attn.v_proj",
          "layers.2.self_attn.v_proj"],
         r".*self_attn\.(q|v)_proj",
+        # As a trainer that also knows multimodal models writes it.
+        r"(?:.*?(?:language|text).*?(?:self_attn|attention|mlp).*?(?:q_proj|v_proj|up_proj).*?)"
+        r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|mlp)\.(?:(?:q_proj|v_proj)))",
     ],
 )  # fmt: skip
 def test_targets_as_list_or_regex(folder, targets):
@@ -315,7 +318,7 @@ def test_tensors_decide_where_targets_are_narrower(folder):
     assert report.warnings[1].endswith("not applied: lm_head")
 
 
-# Broken files. F12, F13, S8, S13.
+# Broken files.
 def test_no_tensors_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds 0 tensors"):
         load_adapter(write_peft(tmp_path, {}))
@@ -342,6 +345,16 @@ def test_half_a_pair_is_refused(tmp_path, matrix):
     key = f"base_model.model.model.layers.1.self_attn.v_proj.lora_{matrix}.weight"
     del tensors[key]
     with pytest.raises(ValueError, match=f"no lora_{matrix}; .*{key}"):
+        load_adapter(write_peft(tmp_path, tensors, target_modules=QV))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 10), (3, 0)])
+def test_tensors_that_sharded_training_left_empty_are_refused(tmp_path, shape):
+    tensors = qv_tensors()
+    tensors["base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"] = np.ones(shape, "f")
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.self_attn\.v_proj .*a number in them.*ZeRO-3"
+    ):
         load_adapter(write_peft(tmp_path, tensors, target_modules=QV))
 
 
@@ -386,20 +399,22 @@ def test_private_path_of_the_author_is_not_printed(folder):
 def test_truncated_file_is_refused(folder):
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
-    with pytest.raises(ValueError, match="damaged or cut short"):
+    with pytest.raises(ValueError, match="cut short or damaged"):
         load_adapter(folder)
 
 
 def test_quantised_tensors_are_refused(tmp_path):
     tensors = {key: np.ones(array.shape, np.int8) for key, array in qv_tensors().items()}
-    with pytest.raises(ValueError, match=r"is I8; expected one of float16"):
+    with pytest.raises(ValueError, match=r"is int8; expected one of float16"):
         load_adapter(write_peft(tmp_path, tensors, target_modules=QV))
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])
 def test_broken_config_is_refused(folder, text):
     (folder / "adapter_config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"adapter_config.json (is not valid JSON|holds a list)"):
+    with pytest.raises(
+        ValueError, match=r"adapter_config.json (cannot be read as JSON|holds a list)"
+    ):
         load_adapter(folder)
 
 
@@ -419,7 +434,7 @@ def test_missing_files_say_where_was_looked(tmp_path, folder):
         load_adapter(folder)
 
 
-# N1: tensors keep their dtype, each its own.
+# Tensors keep their dtype, each its own.
 def test_storage_dtypes_are_kept_and_reported(tmp_path):
     tensors = qv_tensors()
     for number, key in enumerate(tensors):

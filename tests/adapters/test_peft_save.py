@@ -3,6 +3,8 @@
 import json
 import stat
 
+import hypothesis
+import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from molora_jax.adapters import (
     peft_save,
     save_adapter,
 )
+from molora_jax.adapters.lora_config import lora_scale
+from molora_jax.adapters.lora_describe import alpha_of
 from tests.adapters.make import BASE, arrays_for, make_adapter, modules_of, peft_tensors, write_peft
 
 CARD = AdapterCard(
@@ -128,7 +132,7 @@ def test_files_can_be_read_by_others(tmp_path):
         assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
 
 
-# F12: no empty export.
+# No empty export.
 def test_adapter_without_modules_cannot_be_made():
     with pytest.raises(ValueError, match="no modules"):
         Adapter.from_arrays("a", {}, alpha=1)
@@ -143,11 +147,115 @@ def test_nonfinite_adapter_is_not_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_config_that_does_not_describe_the_modules_is_not_saved(tmp_path):
-    adapter = make_adapter()
-    scaled = {m: LoraPair(pair.a, pair.b, 2 * pair.scale) for m, pair in adapter.modules.items()}
-    with pytest.raises(ValueError, match="read back, it is another one"):
-        save_adapter(Adapter("a", scaled, adapter.config), tmp_path / "a")
+# A folder describes whatever an adapter is: mixed ranks, mixed scales, any modules.
+def test_mixed_alphas_are_described(tmp_path):
+    modules = modules_of(projections=("q_proj", "v_proj"))
+    ranks = {module: 1 + number % 3 for number, module in enumerate(modules)}
+    alphas = {module: (4, 0.5, 7)[number % 3] for number, module in enumerate(modules)}
+    adapter = Adapter.from_arrays(
+        "a", arrays_for(modules, ranks), alpha=alphas, use_rslora=True, num_layers=3
+    )
+    assert adapter.config["target_modules"] == ["q_proj", "v_proj"]
+    assert len(adapter.config["alpha_pattern"]) == 4
+    again, report = load_adapter(save_adapter(adapter, tmp_path / "a"), config=BASE)
+    assert_same(adapter, again)
+    assert report.warnings == ()
+    assert again.modules[modules[1]].scale == 0.5 / np.sqrt(2)
+    assert again.config == adapter.config
+    with pytest.raises(ValueError, match=f"alpha has no value for the modules {modules[2]}"):
+        Adapter.from_arrays(
+            "a", arrays_for(modules), alpha={m: 1 for m in modules if m != modules[2]}
+        )
+
+
+@pytest.mark.parametrize("config", ["its own", "none", "of other targets", "of a regex"])
+def test_a_config_that_does_not_describe_the_modules_is_made_to(tmp_path, config):
+    made = make_adapter(base_name="org/base")
+    scales = (0.125, 1.75, 3.0, 2 / 3)
+    pairs = {
+        module: LoraPair(pair.a, pair.b, scales[number % 4])
+        for number, (module, pair) in enumerate([*made.modules.items()][:-3])
+    }
+    change = {
+        "its own": {},
+        "of other targets": {"target_modules": ["q_proj"], "layers_to_transform": [1]},
+        "of a regex": {"target_modules": ".*self_attn.*", "exclude_modules": ["k_proj"]},
+        "none": {},
+    }[config]
+    stored = {} if config == "none" else {**made.config, "lora_dropout": 0.25, **change}
+    adapter = Adapter("a", pairs, stored)
+    path = save_adapter(adapter, tmp_path / "a")
+    again, report = load_adapter(path, config=BASE)
+    assert_same(adapter, again)
+    assert report.warnings == ()
+    written = json.loads((path / "adapter_config.json").read_text())
+    if stored:
+        assert (written["base_model_name_or_path"], written["lora_dropout"]) == ("org/base", 0.25)
+    assert adapter.config == stored  # what is saved is made for the folder
+
+
+@pytest.mark.parametrize("config", ["of fewer targets", "of other ranks", "of more targets"])
+def test_a_config_with_the_right_scales_is_still_held_against_the_modules(tmp_path, config):
+    made = make_adapter(projections=("q_proj", "v_proj"))
+    change = {
+        "of fewer targets": {"target_modules": ["q_proj"]},
+        "of other ranks": {"r": 6, "lora_alpha": 12},
+        "of more targets": {"target_modules": ["q_proj", "v_proj", "up_proj"]},
+    }[config]
+    adapter = Adapter("a", made.modules, {**made.config, **change})
+    again, report = load_adapter(save_adapter(adapter, tmp_path / "a"), config=BASE)
+    assert_same(adapter, again)
+    assert report.warnings == ()
+    assert (again.config["r"], again.config["lora_alpha"]) == (3, 6)
+
+
+def test_a_scale_that_no_alpha_gives_is_refused_by_name(tmp_path):
+    # Three times 1.9 lies where floats are too far apart to give each of its neighbours back.
+    adapter = make_adapter(projections=("q_proj",), rank=3)
+    lost = next(
+        scale
+        for scale in np.nextafter(1.9, 2) + np.arange(50) * np.spacing(1.9)
+        if alpha_of(float(scale), 3) is None and alpha_of(float(scale), 3, use_rslora=True) is None
+    )
+    pairs = {m: LoraPair(pair.a, pair.b, float(lost)) for m, pair in adapter.modules.items()}
+    with pytest.raises(ValueError, match=r"scale 1\.9.* of layers\.0.*no lora_alpha / rank of any"):
+        save_adapter(Adapter("a", pairs, adapter.config), tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@hypothesis.given(
+    scale=st.floats(allow_nan=False, allow_infinity=False, width=64),
+    rank=st.integers(1, 300),
+    use_rslora=st.booleans(),
+)
+def test_an_alpha_that_is_found_gives_the_scale_exactly(scale, rank, use_rslora):
+    alpha = alpha_of(scale, rank, use_rslora=use_rslora)
+    if alpha is not None:
+        stored = json.loads(json.dumps(alpha))
+        assert lora_scale(stored, rank, use_rslora=use_rslora).hex() == scale.hex()
+
+
+@hypothesis.given(
+    alpha=st.floats(1e-3, 1e6) | st.integers(-64, 4096),
+    rank=st.integers(1, 300),
+    use_rslora=st.booleans(),
+)
+def test_a_scale_that_began_as_an_alpha_is_always_found(alpha, rank, use_rslora):
+    scale = lora_scale(alpha, rank, use_rslora=use_rslora)
+    assert alpha_of(scale, rank, use_rslora=use_rslora) is not None
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_scale_is_a_finite_number(scale):
+    with pytest.raises(ValueError, match="expected a finite number"):
+        LoraPair(np.ones((2, 3), np.float32), np.ones((3, 2), np.float32), scale)
+
+
+def test_what_is_read_back_must_be_what_was_written(tmp_path, monkeypatch):
+    other = make_adapter(seed=9)
+    monkeypatch.setattr(peft_save, "load_adapter", lambda *_, **__: (other, None))
+    with pytest.raises(OSError, match=r"read back .*, it is another one"):
+        save_adapter(make_adapter(), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 

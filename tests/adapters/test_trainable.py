@@ -76,7 +76,7 @@ def test_adam_moves_b_as_far_as_peft_does():
     np.testing.assert_allclose(stepped.stacks()["q_proj"].lora_b, -8 * lr, rtol=1e-4)
 
 
-# F15: from training into a PEFT file and a bank, with the same numbers.
+# From training into a PEFT file and a bank, with the same numbers.
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_export_computes_what_training_did(tmp_path, use_rslora):
     params = randomised(use_rslora=use_rslora, projections=("q_proj", "down_proj"))
