@@ -7,7 +7,7 @@ import re
 
 from experiments.registry import check_config, place
 from experiments.run_folder import deliver
-from molora_jax.adapters import AdapterBank, AdapterCard, load_adapter, save_adapter
+from molora_jax.adapters import Adapter, AdapterBank, AdapterCard, load_adapter, save_adapter
 from molora_jax.models import base_digest, load_base
 from molora_jax.models.digest import file_digest
 from molora_jax.training import (
@@ -18,6 +18,7 @@ from molora_jax.training import (
     single_arm,
     train_adapter,
 )
+from molora_jax.training.adapter_checkpoint import load_start, start_settings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class Config(AdapterTrainConfig):
     responses_only  only the assistant's tokens are targets (needs `messages`)
     seq_len         tokens of a row
     name            the adapter's label, and the name of its folder in the run's own
+    init_from       an adapter to go on from, a PEFT folder or a training checkpoint: rank, alpha,
+                    use_rslora and projections are then its own, and may be left out
     out             another folder to copy the adapter to
     """
 
@@ -39,6 +42,7 @@ class Config(AdapterTrainConfig):
     responses_only: bool = False
     seq_len: int = 128
     name: str = "adapter"
+    init_from: str = place()
     checkpoint_every: int = 20
     out: str = place()
 
@@ -60,16 +64,35 @@ class Config(AdapterTrainConfig):
             if path and not pathlib.Path(path).is_file():
                 raise ValueError(f"Config.{field} = {path!r}: there is no such file")
 
-    def training(self) -> AdapterTrainConfig:
-        """The part that training reads: a checkpoint does not depend on where results go."""
-        names = [field.name for field in dataclasses.fields(AdapterTrainConfig)]
-        return AdapterTrainConfig(**{name: getattr(self, name) for name in names})
+    def training(self, start: Adapter | None = None) -> AdapterTrainConfig:
+        """The part that training reads: a checkpoint does not depend on where results go.
+
+        Raises ValueError where a setting was given that is not that of the adapter to start from.
+        """
+        fields = dataclasses.fields(AdapterTrainConfig)
+        values = {field.name: getattr(self, field.name) for field in fields}
+        defaults = {field.name: field.default for field in fields}
+        for name, own in (start_settings(start) if start else {}).items():
+            if values[name] not in (own, defaults[name]):
+                raise ValueError(
+                    f"Config.{name} = {values[name]!r}, but the adapter of Config.init_from has "
+                    f"{own!r}: set it to that, or leave it out"
+                )
+            values[name] = own
+        return AdapterTrainConfig(**values)
+
+    def start(self) -> Adapter | None:
+        """The adapter to go on from, where one is named."""
+        return load_start(self.init_from) if self.init_from else None
 
 
 def digests(config: Config) -> dict[str, str]:
-    """Of the data files and the base."""
+    """Of the data files, the base and the adapter to go on from."""
     files = {"data": config.data, "heldout": config.heldout}
     found = {name: file_digest(path) for name, path in files.items() if path}
+    if start := config.start():
+        config.training(start)  # refuses settings that are not its own before anything begins
+        found["start"] = start.digest
     return {**found, "base": base_digest(config.base)}
 
 
@@ -84,15 +107,20 @@ def main(config: Config, run) -> None:
 
     data, data_report = windows(config.data)
 
+    start = config.start()
+    training = config.training(start)
+
     def make(folder):
-        adapter, _ = train_adapter(base, data, config.training(), name=config.name, run_dir=folder)
+        adapter, _ = train_adapter(
+            base, data, training, name=config.name, start=start, run_dir=folder
+        )
         save_adapter(adapter, folder / "adapter", overwrite=True)
 
     found = digests(config)
     adapter = run.artifact(
         "adapter",
-        config=[config.training(), config.name, config.seq_len, config.responses_only],
-        digests={name: found[name] for name in ("data", "base")},
+        config=[training, config.name, config.seq_len, config.responses_only],
+        digests={name: found[name] for name in ("data", "base", "start") if name in found},
         make=make,
         load=lambda folder: load_adapter(folder / "adapter", name=config.name)[0],
         phase="adapter",
@@ -102,7 +130,7 @@ def main(config: Config, run) -> None:
     if config.heldout:
         heldout, _ = windows(config.heldout)
         bank = AdapterBank(
-            base.config, num_slots=1, max_rank=config.rank, projections=adapter.projections
+            base.config, num_slots=1, max_rank=adapter.rank, projections=adapter.projections
         )
         bank.load(adapter)
         for name, arm in {"heldout_base": base_arm, "heldout_adapter": single_arm(0)}.items():

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from molora_jax.adapters import Adapter, TrainableAdapter, init_adapter
+from molora_jax.adapters import PROJECTIONS, Adapter, TrainableAdapter, init_adapter
 from molora_jax.models import BaseModel, params_digest
 from molora_jax.models.decoder import Decoder
 from molora_jax.routing import SequenceRouter
 from molora_jax.token_ids import check_token_ids
+from molora_jax.training.adapter_checkpoint import about_adapter, start_settings, trainable_of
 from molora_jax.training.config import AdapterTrainConfig
 from molora_jax.training.data import Batch, BatchOrder
 from molora_jax.training.loop import fit
@@ -26,12 +27,15 @@ def train_adapter(
     config: AdapterTrainConfig,
     *,
     name: str,
+    start: Adapter | None = None,
     run_dir: Path | str | None = None,
 ) -> tuple[Adapter, list[dict]]:
     """Minimises the next-token loss over `windows` and returns (adapter, one record a step).
 
     A and B are trained unfolded, so that Adam steps as PEFT's; the base is frozen, and its digest
     is compared before and after. `run_dir` as in `fit`: metrics.jsonl, checkpoints, resume.
+    `start` is an adapter to go on from, with a new optimiser; rank, alpha and projections of
+    `config` must be its own (`start_settings` tells them).
 
     Raises NonFiniteLossError where training diverges; no adapter comes out then. ValueError for a
     token id that the base does not have.
@@ -39,30 +43,60 @@ def train_adapter(
     check_token_ids(
         windows.tokens, base.config.vocab_size, name=f"windows of adapter {name!r}: tokens"
     )
-    start = init_adapter(
-        base.config,
-        rank=config.rank,
-        alpha=config.alpha,
-        projections=config.projections,
-        rng=jax.random.key(config.seed),
-        use_rslora=config.use_rslora,
-    )
-    print(f"{name}: {trainable_line(start, base.decoder)}", flush=True)
+    # Of a path only its last part: the adapter travels, the folders of this machine do not.
+    path = Path(base.name).expanduser()
+    base_name = path.name if path.exists() else base.name
+    identity = {"base": base.digest}
+    if start is None:
+        first = init_adapter(
+            base.config,
+            rank=config.rank,
+            alpha=config.alpha,
+            projections=config.projections,
+            rng=jax.random.key(config.seed),
+            use_rslora=config.use_rslora,
+        )
+    else:
+        first = _started(start, base, config)
+        identity["start"] = start.digest
+    print(f"{name}: {trainable_line(first, base.decoder)}", flush=True)
     order = BatchOrder(windows, config.batch_size * config.accumulate, config.seed)
     with kept_frozen(base):
         trained, records = fit(
             adapter_loss,
-            start,
+            first,
             order,
             config,
             frozen=base.decoder,
             name=name,
             run_dir=run_dir,
-            identity={"base": base.digest},
+            identity=identity,
+            about=about_adapter(first, name=name, base_name=base_name),
         )
-    # Of a path only its last part: the adapter travels, the folders of this machine do not.
-    path = Path(base.name).expanduser()
-    return trained.to_adapter(name, base_name=path.name if path.exists() else base.name), records
+    return trained.to_adapter(name, base_name=base_name), records
+
+
+def _started(start: Adapter, base: BaseModel, config: AdapterTrainConfig) -> TrainableAdapter:
+    """An adapter to go on from, held against the base and the settings of the run."""
+    start.check_fits(base.config)
+    start.check_finite()
+    for field, own in start_settings(start).items():
+        asked = getattr(config, field)
+        if field == "projections":
+            asked = tuple(name for name in PROJECTIONS if name in asked)
+        if asked != own:
+            raise ValueError(
+                f"{type(config).__name__}.{field} is {asked!r}, but the adapter {start.name!r} to "
+                f"start from has {own!r}: set it to that"
+            )
+    trainable = trainable_of(start)
+    layers = len(next(iter(trainable.lora_a.values())))
+    if layers != base.config.num_layers:
+        raise ValueError(
+            f"adapter {start.name!r} has {layers} layers, the base {base.config.num_layers}: "
+            "training adapts a projection in every layer"
+        )
+    return trainable
 
 
 def adapter_loss(

@@ -59,12 +59,31 @@ def restore_newest(folder: Path, template: Any) -> tuple[Any, dict] | None:
 
 def describe_checkpoint(folder: Path) -> dict:
     """Step, meta and {name: (shape, dtype)} of the newest checkpoint; needs no device."""
+    names, meta = read_newest(folder)
+    arrays = {name: (array.shape, str(array.dtype)) for name, array in names.items()}
+    return {**meta, "arrays": arrays}
+
+
+def read_newest(folder: Path) -> tuple[dict[str, np.ndarray], dict]:
+    """({name: array}, meta) of the newest checkpoint, whatever tree it holds; needs no device."""
     written = _written(folder)
     if not written:
         raise ValueError(f"{folder} holds no checkpoint: expected a folder like step_00000040")
-    names, meta = _read(written[-1][1])
-    arrays = {name: (array.shape, str(array.dtype)) for name, array in names.items()}
-    return {**meta, "arrays": arrays}
+    return _read(written[-1][1])
+
+
+def find_checkpoints(path: Path) -> Path | None:
+    """The folder of step_... folders that `path` is, or a run folder's; None where it is neither.
+
+    Of one step_... folder it is the parent, if that step is its newest.
+    """
+    if _FOLDER.match(path.name) and (path / "state").is_dir():
+        newest = _written(path.parent)[-1][1]
+        if newest.name != path.name:
+            raise ValueError(f"{path} is not the newest checkpoint beside {newest.name}; move it")
+        return path.parent
+    folders = (path, path / "checkpoints")
+    return next((folder for folder in folders if folder.is_dir() and _written(folder)), None)
 
 
 def _orbax():

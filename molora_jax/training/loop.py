@@ -39,6 +39,7 @@ def fit(
     name: str = "train",
     run_dir: Path | str | None = None,
     identity: Mapping[str, str] | None = None,
+    about: Mapping[str, Any] | None = None,
     summarise: Callable[[dict[str, np.ndarray]], dict[str, Any]] | None = None,
 ) -> tuple[Any, list[dict]]:
     """Minimises Σ w·loss / Σ w over `params` with AdamW and returns (params, one record a step).
@@ -51,6 +52,7 @@ def fit(
                holds a checkpoint of the same run is resumed, with the numbers of a run that was
                never stopped; one of another run is refused
     identity   what else makes a run the same one (digests of base and adapters)
+    about      what its checkpoints say of what they hold, any JSON object
     summarise  the loss function's summed third result → what the record of the step says of it
 
     Raises NonFiniteLossError as soon as a loss or gradient is not finite.
@@ -59,7 +61,9 @@ def fit(
     if run_dir is not None:
         windows = getattr(batches, "windows", None)
         data = batches(0) if windows is None else windows
-        run = RunFolder(Path(run_dir), config, data=data, identity=identity or {})
+        run = RunFolder(
+            Path(run_dir), config, data=data, identity=identity or {}, about=about or {}
+        )
     # Copies, because the step is given its inputs' memory and the caller keeps the originals.
     params = jax.tree.map(jnp.array, params)
     state = {"params": params, "optimiser": _adamw(config.clip, config.weight_decay).init(params)}

@@ -19,11 +19,20 @@ class RunFolder:
     """Writes records and checkpoints, and finds where a killed run goes on.
 
     A run is the same one if its configuration, its data and `identity` (digests of what is
-    frozen) are the same; another one's folder is refused.
+    frozen) are the same; another one's folder is refused. `about` stands in its checkpoints too,
+    for who reads them later, and is not compared.
     """
 
-    def __init__(self, path: Path, config: Any, *, data: Batch, identity: Mapping[str, str]):
-        self.path, self.config = path, config
+    def __init__(
+        self,
+        path: Path,
+        config: Any,
+        *,
+        data: Batch,
+        identity: Mapping[str, str],
+        about: Mapping[str, Any],
+    ):
+        self.path, self.config, self.about = path, config, dict(about)
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.same_run = {
@@ -39,7 +48,8 @@ class RunFolder:
         return every > 0 and ((step + 1) % every == 0 or step + 1 == self.config.steps)
 
     def save(self, steps_done: int, state: Any) -> None:
-        save_checkpoint(self.checkpoints, steps_done, state, meta=self.same_run)
+        meta = {**self.same_run, "about": self.about}
+        save_checkpoint(self.checkpoints, steps_done, state, meta=meta)
 
     def resume(self, state: Any) -> tuple[int, Any, list[dict]]:
         """(steps done, state, their records) of the newest checkpoint, or (0, state, []).
@@ -69,10 +79,13 @@ class RunFolder:
 
     def _check_same_run(self, meta: dict) -> None:
         # Through JSON, as the stored one went: tuples become lists.
-        now, then = _leaves(json.loads(json.dumps(self.same_run))), _leaves(meta)
+        now, then = (
+            _leaves(json.loads(json.dumps(self.same_run))),
+            _leaves({key: meta.get(key) for key in self.same_run}),
+        )
         differing = [
             f"{key} was {then.get(key)!r} and is now {now.get(key)!r}"
-            for key in sorted(now.keys() | then.keys() - {"step"})
+            for key in sorted(now.keys() | then.keys())
             if now.get(key) != then.get(key)
         ]
         if differing:

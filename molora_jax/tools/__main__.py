@@ -1,0 +1,53 @@
+"""`python -m molora_jax.tools VERB`: parse, run, and turn errors into one line and an exit code.
+
+0 done, 1 failed, 2 misused (and nothing was started).
+"""
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from molora_jax.models.cache import cache_folder
+from molora_jax.tools.arguments import Misuse, parse
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns its exit code; --help leaves by SystemExit(0)."""
+    argv = sys.argv[1:] if argv is None else argv
+    verb = argv[0] if argv else ""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    try:
+        args = parse(argv)
+        verb = args.verb
+        logger.setLevel(logging.ERROR)  # the verbs print the warnings of what they load themselves
+        # Imports JAX, which takes a second or two that --help and a mistake need not wait for.
+        code = importlib.import_module(f"molora_jax.tools.{verb}").run(args)
+        sys.stdout.flush()  # here, where a closed pipe is no accident
+        return code
+    except Misuse as error:
+        return _failed(error, verb, 2)
+    except BrokenPipeError:  # `| head` has read enough; Python would complain once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
+        return _failed(error, verb, 1)
+    except KeyboardInterrupt:
+        print(f"{verb}: stopped", file=sys.stderr)
+        return 1
+    finally:
+        logger.setLevel(level)
+
+
+def _failed(error: Exception, verb: str, code: int) -> int:
+    text = " ".join(str(error).split())
+    print(f"molora_jax.tools {verb}".rstrip() + f": {text}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    # Compiling a whole model's step takes most of a short generation; the next call finds it done.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder() / "xla"))
+    sys.exit(main())

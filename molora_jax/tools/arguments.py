@@ -1,0 +1,184 @@
+"""The command lines of all verbs. Imports nothing heavy, so that --help answers at once."""
+
+import argparse
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+DTYPES = ("float32", "bfloat16", "float16")
+_BASE = "base model: a folder in Hugging Face's layout, a .gguf file, org/name, or smollm2-135m"
+
+
+class Misuse(ValueError):
+    """What the caller got wrong, in words; ends with exit code 2."""
+
+
+def hint(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` where a known name is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with one line for a mistake and the nearest known name."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            known = re.findall(r"[\w.-]+", choice[2])
+            message = f"unknown {choice[1]!r} (known: {', '.join(known)}){hint(choice[1], known)}"
+        raise Misuse(f"{message} (see --help)")
+
+    def refuse_unknown(self, argv: Sequence[str]) -> None:
+        """A misspelt option, before argparse finds something else missing for want of it."""
+        known = [option for action in self._actions for option in action.option_strings]
+        for name in (item.split("=")[0] for item in argv if item.startswith("--") and item != "--"):
+            if name not in known:
+                self.error(f"unknown option {name}{hint(name, known)}")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """A verb's arguments, `verb` among them. Raises Misuse; --help prints and leaves with 0."""
+    parser = _Parser(
+        prog="python -m molora_jax.tools", description="Tools for adapter folders and models."
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    parsers = {}
+    for add in (_inspect, _convert, _merge, _probe, _generate):
+        name, summary = add.__name__.strip("_"), str(add.__doc__)
+        parsers[name] = verbs.add_parser(name, help=summary, description=summary)
+        add(parsers[name])
+    if argv and argv[0] in parsers:
+        parsers[argv[0]].refuse_unknown(argv[1:])
+    return parser.parse_args(list(argv))
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    """What an adapter, a composition or a training checkpoint holds, and whether it would load."""
+    parser.add_argument("path", help="its folder, or org/name of an adapter in the hub's cache")
+    parser.add_argument("--base", metavar="NAME", help=f"compare with a {_BASE}")
+    _json(parser)
+
+
+def _convert(parser: argparse.ArgumentParser) -> None:
+    """A training checkpoint into a PEFT folder, or back, or a PEFT folder into a smaller one."""
+    parser.add_argument("source", metavar="SRC", help="PEFT folder, or checkpoint or run folder")
+    parser.add_argument("out", metavar="DST", help="folder to write")
+    parser.add_argument(
+        "--to",
+        choices=("peft", "checkpoint"),
+        help="default: the other kind; a PEFT folder stays one with --max_rank or --dtype",
+    )
+    parser.add_argument("--max_rank", type=_whole, metavar="R", help="truncate every module by SVD")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the tensors in a PEFT folder")
+    parser.add_argument("--name", help="the adapter's name; default: its own, or that of DST")
+    _overwrite(parser)
+
+
+def _merge(parser: argparse.ArgumentParser) -> None:
+    """Adapters into one adapter, or with --base into a plain model folder."""
+    parser.add_argument("adapters", nargs="+", metavar="[NAME=]ADAPTER", help="PEFT folders")
+    parser.add_argument("--weights", type=_weights, default={}, metavar="a=0.7,b=0.3",
+                        help="by the adapters' names; 1 where none is given")  # fmt: skip
+    parser.add_argument("--base", metavar="NAME", help=_BASE)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--rank", type=_whole, metavar="R", help="without --base: truncate to R")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the model written (float32)")
+    _overwrite(parser)
+
+
+def _probe(parser: argparse.ArgumentParser) -> None:
+    """Whether an adapter changes a base's logits, where and how much; exit code 1 if not at all."""
+    parser.add_argument("adapter", help="PEFT folder")
+    parser.add_argument("--base", required=True, metavar="NAME", help=_BASE)
+    _text(parser, "--text", "text to read (default: a few lines of prose, code and arithmetic)")
+    parser.add_argument("--top", type=_whole, default=8, help="positions to list (%(default)s)")
+    _json(parser)
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    """Answers of the base, of each adapter and of a routed composition, one after another."""
+    parser.add_argument("--base", required=True, metavar="NAME", help=_BASE)
+    parser.add_argument("--adapter", nargs="+", action="extend", default=[],
+                        metavar="[NAME=]PATH", help="PEFT folders")  # fmt: skip
+    parser.add_argument("--composition", metavar="DIR", help="a folder that Composition.save wrote")
+    parser.add_argument("--only", type=_names, metavar="base,NAME,routed", help="of these arms")
+    _text(parser, "--prompt", "what to continue", required=True)
+    parser.add_argument("--chat", action="store_true", help="as a user's turn, by the template")
+    parser.add_argument("--max_tokens", type=_whole, default=64, help="(%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, the default")
+    parser.add_argument("--top_p", type=float, default=1.0, help="(%(default)s)")
+    parser.add_argument("--top_k", type=int, default=0, help="0 is all tokens, the default")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
+    parser.add_argument("--stop", nargs="+", action="extend", default=[], metavar="TEXT",
+                        help="end an answer before one of these")  # fmt: skip
+    _json(parser)
+
+
+def _text(
+    parser: argparse.ArgumentParser, option: str, text: str, *, required: bool = False
+) -> None:
+    group = parser.add_mutually_exclusive_group(required=required)
+    group.add_argument(option, metavar="TEXT", help=text)
+    group.add_argument("--prompt_file", metavar="FILE", type=Path, help="the same, from a file")
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _overwrite(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--overwrite", action="store_true", help="replace the folder if it is ours")
+
+
+def named_paths(items: Sequence[str]) -> dict[str, str]:
+    """{name: path} of `NAME=PATH` or `PATH`, whose name is its last folder's. Raises Misuse."""
+    found: dict[str, str] = {}
+    for item in items:
+        name, equals, path = item.partition("=")
+        if not equals or Path(item).exists():
+            name, path = Path(item).expanduser().resolve().name.split("@")[0], item
+        if not name or not path:
+            raise Misuse(f"{item!r}: expected NAME=PATH or PATH")
+        if name in found:
+            raise Misuse(
+                f"two adapters are called {name!r} ({found[name]} and {path}): write NAME=PATH"
+            )
+        found[name] = path
+    return found
+
+
+def _whole(text: str) -> int:
+    return _checked(text, int, lambda value: value >= 1, "a whole number of at least 1")
+
+
+def _checked(text: str, read: Callable, fits: Callable[[Any], bool], expected: str) -> Any:
+    try:
+        value = read(text)
+    except ValueError:
+        value = None
+    if value is None or not fits(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+    return value
+
+
+def _weights(text: str) -> dict[str, float]:
+    expected = "name=number pairs with commas between, each name once, as in a=0.7,b=0.3"
+    found: dict[str, float] = {}
+    for item in text.split(","):
+        name, equals, number = item.rpartition("=")
+        name = name.strip()
+        if not equals or not name or name in found:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {expected}")
+        fits = "a finite number that is not 0"
+        found[name] = _checked(number, float, lambda x: math.isfinite(x) and x != 0, fits)
+    return found
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,0 +1,161 @@
+"""`generate`: the same prompt through the base, each adapter and the routed composition."""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from molora_jax.adapters import AdapterBank, Composition, load_adapter
+from molora_jax.display.text import printable_pieces, terminal_text
+from molora_jax.generation import Generated, Sampling, generate
+from molora_jax.models import BaseModel, load_base
+from molora_jax.routing import SequenceRouter
+from molora_jax.routing.metrics import main_adapter
+from molora_jax.tools.arguments import Misuse, hint, named_paths
+from molora_jax.tools.report import print_json, text_of
+
+BASE, ROUTED = "base", "routed"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to answer: what `generate` is given, and the names of the slots it may use."""
+
+    label: str
+    routed: Mapping[str, Any]
+    slot_names: Sequence[str]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints an answer of every arm."""
+    paths = named_paths(args.adapter)
+    if taken := {BASE, ROUTED} & set(paths):
+        raise Misuse(f"--adapter: {taken.pop()!r} names an arm already; write NAME=PATH")
+    try:
+        sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
+    except ValueError as error:
+        raise Misuse(f"--{error}") from None
+    prompt = text_of(args.prompt, args.prompt_file)
+    base = load_base(args.base)
+    arms = _arms(base, paths, args.composition)
+    if args.only:
+        labels = [arm.label for arm in arms]
+        if unknown := [name for name in args.only if name not in labels]:
+            near = hint(unknown[0], labels)
+            raise Misuse(f"--only: no arm {unknown[0]!r}{near} (there are {', '.join(labels)})")
+        arms = [arm for arm in arms if arm.label in args.only]
+    if args.chat:
+        turn = [{"role": "user", "content": prompt}]
+        ids = base.tokenizer.apply_chat_template(turn, add_generation_prompt=True)
+    else:
+        ids = base.tokenizer.encode(prompt)
+    answers = []
+    for arm in arms:
+        answer = _answer(base, arm, ids, args, sampling)
+        answers.append(answer)
+        if not args.json:
+            print(_shown(answer), flush=True)
+    if args.json:
+        print_json({"base": base.name, "prompt_tokens": len(ids), "arms": answers})
+    return 0
+
+
+def _arms(base: BaseModel, paths: Mapping[str, str], composition: str | None) -> list[Arm]:
+    """The base, every adapter given, every one of the composition, and the composition routed."""
+    arms = [Arm(BASE, {}, ())]
+    if paths:
+        adapters = [
+            load_adapter(path, name=name, config=base.config, base_name=base.name)[0]
+            for name, path in paths.items()
+        ]
+        bank = AdapterBank(
+            base.config, num_slots=len(adapters), max_rank=max(each.rank for each in adapters)
+        )
+        for each in adapters:
+            bank.load(each)
+        arms += _single(bank, taken=())
+    if composition:
+        whole = Composition.load(composition, base)
+        arms += _single(whole.bank, taken=[*paths, BASE, ROUTED])
+        routed = {
+            "adapters": whole.bank.stacks,
+            "router": whole.router,
+            "column_to_slot": whole.column_to_slot,
+        }
+        arms.append(Arm(ROUTED, routed, _slot_names(whole.bank)))
+    return arms
+
+
+def _single(bank: AdapterBank, *, taken: Sequence[str]) -> list[Arm]:
+    return [
+        Arm(
+            f"composition:{each.name}" if each.name in taken else each.name,
+            {"adapters": bank.stacks, "router": SequenceRouter(np.array([each.slot]))},
+            _slot_names(bank),
+        )
+        for each in bank.list()
+    ]
+
+
+def _slot_names(bank: AdapterBank) -> list[str]:
+    names = {each.slot: each.name for each in bank.list()}
+    return [names.get(slot, f"(empty slot {slot})") for slot in range(bank.num_slots)]
+
+
+def _answer(
+    base: BaseModel, arm: Arm, ids: list[int], args: argparse.Namespace, sampling: Sampling
+) -> dict[str, Any]:
+    times = []
+    (made,) = generate(
+        base.decoder,
+        [ids],
+        max_new_tokens=args.max_tokens,
+        stop_ids=base.tokenizer.eos_ids,
+        sampling=sampling,
+        seed=args.seed,
+        on_tokens=lambda tokens: times.append(time.perf_counter()),
+        **arm.routed,
+    )
+    tokens, finish = _cut(base, made, args.stop)
+    used = np.full(len(tokens), -1)
+    if made.routing is not None:
+        new = slice(len(ids), len(ids) + len(tokens))
+        used = main_adapter(made.routing.adapter_ids[:, new], made.routing.gates[:, new])
+    # The first two tokens wait for the compiler.
+    spent = times[-1] - times[1] if len(times) > 2 else 0.0
+    return {
+        "arm": arm.label,
+        "text": base.tokenizer.decode(tokens, skip_special_tokens=True),
+        "tokens": tokens,
+        "pieces": base.tokenizer.pieces(tokens),
+        "adapters": [None if i < 0 else arm.slot_names[i] for i in used],
+        "finish_reason": finish,
+        "tokens_per_s": (len(times) - 2) / spent if spent else None,
+    }
+
+
+def _cut(base: BaseModel, made: Generated, stops: Sequence[str]) -> tuple[list[int], str]:
+    """The tokens without the end token, up to the first stop text, and why the answer ended."""
+    tokens = made.tokens[:-1] if made.stopped else made.tokens
+    text = base.tokenizer.decode(tokens)
+    ends = [text.index(stop) for stop in stops if stop in text]
+    if not ends:
+        return tokens, "stop" if made.stopped else "length"
+    lengths = [len(base.tokenizer.decode(tokens[: n + 1])) for n in range(len(tokens))]
+    return [t for t, length in zip(tokens, lengths, strict=True) if length <= min(ends)], "stop"
+
+
+def _shown(answer: Mapping[str, Any]) -> str:
+    rate = answer["tokens_per_s"]
+    speed = "" if rate is None else f", {rate:.1f} tokens/s"
+    head = f"== {answer['arm']} ({len(answer['tokens'])} tokens, {answer['finish_reason']}{speed})"
+    if len(set(answer["adapters"])) < 2:  # one colour for all would say no more than the head
+        return f"{head}\n{''.join(printable_pieces(answer['pieces']))}\n"
+    names = sorted({name for name in answer["adapters"] if name is not None})
+    slots = np.array([-1 if name is None else names.index(name) for name in answer["adapters"]])
+    coloured = terminal_text(answer["pieces"], slots, adapter_names=names, stream=sys.stdout)
+    return f"{head}\n{coloured}\n"

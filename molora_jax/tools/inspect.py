@@ -1,0 +1,261 @@
+"""`inspect`: what an adapter, composition or checkpoint holds, and whether it would load here."""
+
+import argparse
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from molora_jax.adapters import Adapter, LoraPair, load_adapter
+from molora_jax.adapters.composition_record import (
+    ADAPTERS_FOLDER,
+    RECORD_FILE,
+    ROUTER_FILE,
+    read_record,
+)
+from molora_jax.adapters.lora_config import lora_scale
+from molora_jax.adapters.lowrank import update_norm
+from molora_jax.adapters.names import split_module
+from molora_jax.adapters.peft_folder import WEIGHTS_FILE, PeftFolder, read_peft_folder
+from molora_jax.adapters.peft_keys import parse_key
+from molora_jax.adapters.report import public_base_name
+from molora_jax.files import inside, read_safetensors
+from molora_jax.models import BaseModel, ModelConfig, load_base
+from molora_jax.models.digest import file_digest
+from molora_jax.tools.inspect_text import adapter_text, checkpoint_text, composition_text
+from molora_jax.tools.report import print_json, relative_updates
+from molora_jax.training.checkpoint import describe_checkpoint, find_checkpoints
+
+# A LoRA matrix of any architecture: what stands before it names the module.
+_MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+# Settings that make an adapter another kind than plain LoRA, with their neutral values.
+_VARIANTS = {
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "target_parameters": (None, []),
+    "layer_replication": (None, []),
+    "use_qalora": (None, False),
+}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report; a broken adapter is described and no failure."""
+    path = Path(args.path).expanduser()
+    base = load_base(args.base) if args.base else None
+    if (path / RECORD_FILE).is_file():
+        found = inspect_composition(path, base)
+        text = composition_text(found)
+    elif (checkpoints := find_checkpoints(path)) is not None:
+        found = {"kind": "checkpoint", **describe_checkpoint(checkpoints)}
+        text = checkpoint_text(found)
+    else:
+        found = inspect_adapter(args.path, base)
+        text = adapter_text(found)
+    if args.json:
+        print_json(found)
+    else:
+        print(text)
+    return 0
+
+
+def inspect_adapter(
+    path: str | Path, base: BaseModel | None = None, *, name: str | None = None
+) -> dict[str, Any]:
+    """All that can be said of a PEFT folder of any architecture, whether or not it would load.
+
+    Raises ValueError or FileNotFoundError only where the files cannot be read at all.
+    """
+    folder = read_peft_folder(path, name=name)
+    config = folder.config
+    adapter, report, refusal = None, None, None
+    try:
+        adapter, report = load_adapter(
+            path,
+            name=name,
+            config=base and base.config,
+            base_name=base and base.name,
+            allow_nonfinite=True,
+        )
+    except ValueError as error:
+        refusal = str(error)
+    broken = {key: int((~np.isfinite(tensor)).sum()) for key, tensor in folder.tensors.items()
+              if tensor.dtype.kind in "fV" and not np.isfinite(tensor).all()}  # fmt: skip
+    pairs, others = _pairs(folder, adapter)
+    relative = relative_updates(adapter, base.decoder) if adapter and base else None
+    weights = folder.path / WEIGHTS_FILE
+    found = {
+        "kind": "adapter",
+        "name": name or folder.label,
+        "type": config.get("peft_type"),
+        "variants": {k: config[k] for k, unset in _VARIANTS.items() if config.get(k) not in unset},
+        "base": public_base_name(_text_or_none(config.get("base_model_name_or_path"))),
+        "r": config.get("r"),
+        "alpha": config.get("lora_alpha"),
+        "use_rslora": bool(config.get("use_rslora")),
+        "rank_pattern": config.get("rank_pattern") or {},
+        "alpha_pattern": config.get("alpha_pattern") or {},
+        "target_modules": config.get("target_modules"),
+        "tensors": len(folder.tensors),
+        "parameters": sum(tensor.size for tensor in folder.tensors.values()),
+        "bytes": weights.stat().st_size,
+        "dtypes": dict(Counter(tensor.dtype.name for tensor in folder.tensors.values())),
+        "nonfinite": broken,
+        "projections": _projections(pairs, relative),
+        "other_tensors": others,
+        "loads": refusal is None and not broken,
+        "refusal": refusal or ("it has NaN or infinite weights" if broken else None),
+        "digest": adapter and adapter.digest,
+        "file_sha256": file_digest(weights),
+        "notes": list(report.notes) if report else [],
+        "warnings": list(report.warnings) if report else [],
+    }
+    if base:
+        unmatched = _unmatched(folder, base.config)
+        count = len(folder.tensors)
+        found["against"] = {
+            "base": base.name,
+            "matched": count - len(unmatched),
+            "of": count,
+            "unmatched": unmatched,
+            "relative_updates": relative,
+        }
+    return found
+
+
+def inspect_composition(path: Path, base: BaseModel | None = None) -> dict[str, Any]:
+    """The record, router and adapters of a composition's folder, and what does not agree.
+
+    Raises ValueError only where its molora.json cannot be read.
+    """
+    record = read_record(path)
+    problems, adapters = [], []
+    for entry in record.adapters:
+        try:
+            folder = inside(path / ADAPTERS_FOLDER / entry.name, path)
+            found = inspect_adapter(folder, base, name=entry.name)
+        except (ValueError, FileNotFoundError) as error:
+            problems.append(f"adapter {entry.name!r}: {error}")
+            continue
+        if found["digest"] != entry.sha256:
+            problems.append(f"adapter {entry.name!r} is not the one saved: its digest differs")
+        if not found["loads"]:
+            problems.append(f"adapter {entry.name!r} would not load: {found['refusal']}")
+        adapters.append({"slot": entry.slot, **found})
+    names = {each["digest"]: each["name"] for each in adapters}
+    columns = [names.get(digest) for digest in record.columns]
+    problems += [f"column {i} has no adapter" for i, name in enumerate(columns) if name is None]
+    arrays = {}
+    try:
+        stored = read_safetensors(path / ROUTER_FILE, where=ROUTER_FILE, root=path)
+        for key in stored.keys():  # noqa: SIM118 (no mapping)
+            value = stored.get(key)
+            arrays[key] = {"dtype": value.dtype.name, "shape": list(value.shape)}
+            if not np.isfinite(value).all():
+                problems.append(f"router: {key} has NaN or infinite numbers")
+    except (ValueError, FileNotFoundError) as error:
+        problems.append(str(error))
+    if base and record.base_sha256 != base.digest:
+        problems.append(f"made for another base than {base.name}: its digest differs")
+    return {
+        "kind": "composition",
+        "base": {"name": record.base_name, "sha256": record.base_sha256},
+        "bank": record.bank,
+        "router": record.router,
+        "router_arrays": arrays,
+        "columns": columns,
+        "labels_used": record.labels_used,
+        "metrics": record.metrics,
+        "adapters": adapters,
+        "problems": problems,
+    }
+
+
+def _pairs(
+    folder: PeftFolder, adapter: Adapter | None
+) -> tuple[dict[str, LoraPair], dict[str, list[int]]]:
+    """LoRA pairs by module, of any architecture, and the shapes of all other tensors."""
+    halves: dict[str, dict[str, tuple[str, np.ndarray]]] = {}
+    others = {key: list(tensor.shape) for key, tensor in folder.tensors.items()}
+    for key, tensor in folder.tensors.items():
+        if match := _MATRIX.fullmatch(key):
+            halves.setdefault(match[1], {})[match[2]] = key, tensor
+    pairs = {}
+    for module, pair in halves.items():
+        try:
+            (key_a, a), (key_b, b) = pair["A"], pair["B"]
+            pairs[module] = LoraPair(a, b, _scale(folder.config, module, len(a)))
+        except (KeyError, ValueError):  # a half, or shapes that make no product: an other tensor
+            continue
+        del others[key_a], others[key_b]
+    # What loads says itself how it is scaled.
+    return (pairs if adapter is None else dict(adapter.modules)), others
+
+
+def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
+    """By PEFT's rule, as far as the config can be believed; NaN where it cannot."""
+    alpha = config.get("lora_alpha", 8)
+    patterns = config.get("alpha_pattern")
+    try:
+        for pattern, value in (patterns if isinstance(patterns, dict) else {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                alpha = value
+                break
+        return lora_scale(alpha, rank, use_rslora=config.get("use_rslora") is True)
+    except (TypeError, ValueError, ZeroDivisionError, re.error):
+        return math.nan
+
+
+def _projections(pairs: Mapping[str, LoraPair], relative: Any) -> dict[str, dict[str, Any]]:
+    """Per kind of module (the last part of its name), over all layers: Frobenius norms."""
+    groups: dict[str, list[LoraPair]] = {}
+    for module, pair in pairs.items():
+        groups.setdefault(module.rpartition(".")[2], []).append(pair)
+
+    def norm(matrices: list[np.ndarray]) -> float:
+        with np.errstate(invalid="ignore", over="ignore"):
+            return math.sqrt(sum(float(np.square(m.astype(np.float64)).sum()) for m in matrices))
+
+    return {
+        projection: {
+            "modules": len(group),
+            "in": sorted({pair.a.shape[1] for pair in group}),
+            "out": sorted({len(pair.b) for pair in group}),
+            "ranks": sorted({pair.rank for pair in group}),
+            "scales": sorted({pair.scale for pair in group}),
+            "norm_a": norm([pair.a for pair in group]),
+            "norm_b": norm([pair.b for pair in group]),
+            "norm_update": math.sqrt(sum(update_norm(pair) ** 2 for pair in group)),
+            **({"relative": _span(relative[projection].values())} if relative else {}),
+        }
+        for projection, group in groups.items()
+    }
+
+
+def _span(values: Any) -> list[float]:
+    return [min(values), max(values)]
+
+
+def _unmatched(folder: PeftFolder, config: ModelConfig) -> list[str]:
+    """The tensors that have no place in this base, by name or by shape."""
+    sizes = config.projection_sizes()
+
+    def fits(key: str, tensor: np.ndarray) -> bool:
+        parsed = parse_key(key)
+        if parsed is None or tensor.ndim != 2:
+            return False
+        layer, projection = split_module(parsed.module)
+        width = tensor.shape[1] if parsed.matrix == "A" else tensor.shape[0]
+        return layer < config.num_layers and width == sizes[projection][parsed.matrix == "B"]
+
+    return [key for key, tensor in folder.tensors.items() if not fits(key, tensor)]
+
+
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) else None

@@ -1,0 +1,92 @@
+"""What `inspect` found, as text."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from molora_jax.adapters.names import shortened
+from molora_jax.tools.report import percent, table
+
+
+def adapter_text(found: Mapping[str, Any]) -> str:
+    """Of `inspect_adapter`."""
+    kind = f"{found['type']}{', rsLoRA' if found['use_rslora'] else ''}"
+    kind += "".join(f", {name}={value!r}" for name, value in found["variants"].items())
+    dtypes = ", ".join(f"{dtype} ({count})" for dtype, count in found["dtypes"].items())
+    facts = [
+        ("type", kind),
+        ("base", found["base"] or "not stated"),
+        ("r, alpha", f"{found['r']}, {found['alpha']}"),
+        *((key, found[key]) for key in ("rank_pattern", "alpha_pattern") if found[key]),
+        ("targets", _targets(found["target_modules"])),
+        ("tensors", f"{found['tensors']}, {found['parameters']:,} numbers, {found['bytes']:,} "
+                    f"bytes, {dtypes}"),
+        ("non-finite", sum(found["nonfinite"].values()) or "none"),
+        ("digest", f"sha256:{found['digest']}" if found["digest"] else "none (it does not load)"),
+        ("file", f"sha256:{found['file_sha256']}"),
+    ]  # fmt: skip
+    if found["nonfinite"]:
+        facts.append(("", shortened(f"{k} ({n})" for k, n in found["nonfinite"].items())))
+    if against := found.get("against"):
+        facts.append(("matched", f"{against['matched']} of {against['of']} with {against['base']}"))
+        if against["unmatched"]:
+            facts.append(("unmatched", shortened(against["unmatched"])))
+    if found["other_tensors"]:
+        facts.append(("not LoRA", shortened(f"{k} {v}" for k, v in found["other_tensors"].items())))
+    facts += [("note", text) for text in found["notes"]]
+    facts += [("WARNING", text) for text in found["warnings"]]
+    facts.append(("loads", "yes" if found["loads"] else f"NO: {found['refusal']}"))
+    lines = [f"adapter {found['name']!r}", *(f"  {key:<14}{value}" for key, value in facts)]
+    if found["projections"]:
+        head = ["projection", "modules", "in", "out", "rank", "scale", "|A|", "|B|", "|scale*B*A|"]
+        if against and against["relative_updates"]:
+            head.append("|scale*B*A|/|W|")
+        rows = [head]
+        for name, p in found["projections"].items():
+            numbers = (_numbers(p[key]) for key in ("in", "out", "ranks", "scales"))
+            norms = (f"{p[key]:.4g}" for key in ("norm_a", "norm_b", "norm_update"))
+            span = [" to ".join(map(percent, p["relative"]))] if "relative" in p else []
+            rows.append([name, p["modules"], *numbers, *norms, *span])
+        lines.append(table(rows))
+    return "\n".join(lines)
+
+
+def composition_text(found: Mapping[str, Any]) -> str:
+    """Of `inspect_composition`."""
+    base, bank, router = found["base"], found["bank"], found["router"]
+    rows: list[tuple] = [("adapter", "slot", "rank", "projections", "base", "digest")]
+    for each in found["adapters"]:
+        ranks = sorted({rank for p in each["projections"].values() for rank in p["ranks"]})
+        rows.append((each["name"], each["slot"], _numbers(ranks), len(each["projections"]),
+                     each["base"] or "-", str(each["digest"])[:12]))  # fmt: skip
+    arrays = ", ".join(f"{k} {v['shape']}" for k, v in found["router_arrays"].items())
+    lines = [
+        "composition",
+        f"  base      {base['name'] or 'a local path'} (sha256:{base['sha256'][:12]})",
+        "  bank      " + ", ".join(f"{key} {value}" for key, value in bank.items()),
+        "  router    " + ", ".join(f"{key} {value}" for key, value in router.items()),
+        f"  arrays    {arrays or 'none'}",
+        f"  columns   {', '.join(str(name) for name in found['columns'])}",
+        *(f"  metric    {key} {value}" for key, value in found["metrics"].items()),
+        table(rows),
+        *(f"  PROBLEM   {text}" for text in found["problems"]),
+    ]
+    return "\n".join(lines)
+
+
+def checkpoint_text(found: Mapping[str, Any]) -> str:
+    """Of `describe_checkpoint`."""
+    about = found.get("about") or {}
+    rows: list[tuple] = [("array", "dtype", "shape")]
+    rows += [(key, dtype, tuple(shape)) for key, (shape, dtype) in found["arrays"].items()]
+    lines = [f"training checkpoint of step {found['step']}"]
+    lines += [f"  {key:<12}{value}" for key, value in about.items()]
+    return "\n".join([*lines, table(rows)])
+
+
+def _targets(targets: Any) -> str:
+    return shortened(targets, limit=8) if isinstance(targets, list) else repr(targets)
+
+
+def _numbers(values: list) -> str:
+    ends = dict.fromkeys((values[0], values[-1])) if values else {}
+    return "..".join(f"{value:.6g}" for value in ends)

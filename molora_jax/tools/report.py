@@ -1,0 +1,79 @@
+"""What the verbs print: aligned tables, JSON without NaN, norms beside those of a base."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from molora_jax.adapters.adapter import Adapter
+from molora_jax.adapters.lowrank import update_norm
+from molora_jax.adapters.names import split_module
+from molora_jax.files import read_text
+from molora_jax.models.decoder import Decoder
+
+
+def table(rows: Iterable[Sequence[Any]], *, indent: str = "  ") -> str:
+    """Columns as wide as their widest entry: the first to the left, the others to the right."""
+    texts = [[str(each) for each in row] for row in rows]
+    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
+    return "\n".join(
+        indent
+        + "  ".join(
+            f"{text:<{width}}" if column == 0 else f"{text:>{width}}"
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in texts
+    )
+
+
+def print_json(value: Any) -> None:
+    """One object on standard output; what is not finite is null."""
+    print(json.dumps(_plain(value), indent=1, allow_nan=False, ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_free(out: str | Path, *, overwrite: bool) -> None:
+    """Raises ValueError where the folder to write is there, before anything is computed for it."""
+    path = Path(out)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{out} is a file; expected a folder to write. Choose another path")
+    if path.exists() and any(path.iterdir()) and not overwrite:
+        raise ValueError(f"{out} exists already. Choose another path, or pass --overwrite")
+
+
+def text_of(text: str | None, file: Path | None, default: str = "") -> str:
+    """The text given, or that of the file. Raises ValueError where there is none in it."""
+    if file is not None:
+        text = read_text(file, where=str(file))
+    text = default if text is None else text
+    if not text.strip():
+        raise ValueError("the text is empty" if file is None else f"{file} holds no text")
+    return text
+
+
+def relative_updates(adapter: Adapter, decoder: Decoder) -> dict[str, dict[int, float]]:
+    """{projection: {layer: ‖scale·B·A‖ / ‖W‖}} of the modules it adapts."""
+    found: dict[str, dict[int, float]] = {projection: {} for projection in adapter.projections}
+    for module, pair in adapter.modules.items():
+        layer, projection = split_module(module)
+        weight = np.asarray(getattr(decoder.layers, projection).weight[...][layer], np.float32)
+        norm = math.sqrt(float(np.sum(np.square(weight, dtype=np.float64))))
+        found[projection][layer] = update_norm(pair) / norm if norm else math.inf
+    return found
+
+
+def percent(value: float) -> str:
+    """A share of 1 in per cent; NaN and infinity as they are."""
+    return f"{value:.2%}" if math.isfinite(value) else str(value)
