@@ -1,0 +1,1 @@
+"""Fuzzing: damaged, swapped and lying input is refused in words, or read as it stands."""
