@@ -8,36 +8,20 @@ after they were held against its length, so a damaged header cannot ask for memo
 import contextlib
 import json
 import math
-import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 MAX_TEXT_BYTES = 2**24  # of a JSON file or header: parsed, it takes some ten times as much memory
 MAX_DEPTH = 64  # objects and arrays inside each other
+# Of tensors, as safetensors spells them: those that it makes numpy arrays of.
+DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")
 MAX_DIGITS = 300  # an integer of more is not a float64; some tokenizer files do write 10**30
-DTYPES: dict[str, Any] = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn,
-    "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
 
 
 def inside(path: str | Path, root: str | Path) -> Path:
@@ -213,32 +197,40 @@ def naming(where: object) -> Iterator[None]:
 class StoredTensors:
     """The tensors of a safetensors file: what its header says, and their values when asked for."""
 
-    def __init__(self, data: mmap.mmap, header: Mapping[str, Any], start: int):
-        self._data, self._header, self._start = data, header, start
-        self.metadata: dict[str, str] = dict(header.get("__metadata__") or {})
+    def __init__(self, stored: Any, where: str):
+        self._stored, self._where = stored, where
+        self.metadata: dict[str, str] = dict(stored.metadata() or {})
 
     def keys(self) -> list[str]:
-        """Names of the tensors, in the header's order."""
-        return [key for key in self._header if key != "__metadata__"]
+        """Names of the tensors."""
+        return list(self._stored.keys())
 
     def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._header[key]["shape"])
+        return tuple(self._stored.get_slice(key).get_shape())
 
     def dtype(self, key: str) -> str:
-        """As the format spells it: "F32", "BF16", …; a key of DTYPES."""
-        return self._header[key]["dtype"]
+        """As the format spells it: "F32", "BF16", …; one of DTYPES, if it is to be read."""
+        return self._stored.get_slice(key).get_dtype()
 
     def get(self, key: str) -> np.ndarray:
         """The values, an array of its own that no longer depends on the file."""
-        begin, end = self._header[key]["data_offsets"]
-        raw = np.frombuffer(self._data, np.uint8, end - begin, self._start + begin).copy()
-        return raw.view(DTYPES[self.dtype(key)]).reshape(self.shape(key))
+        if (dtype := self.dtype(key)) not in DTYPES:
+            raise ValueError(
+                f"{self._where}: tensor {one_line(key)!r} is {dtype}; known are {', '.join(DTYPES)}"
+            )
+        try:
+            return self._stored.get_tensor(key)
+        except (SafetensorError, ValueError) as error:  # a shape that numpy cannot have
+            raise ValueError(
+                f"{self._where}: tensor {one_line(key)!r} of shape "
+                f"{one_line(repr(self.shape(key)))} cannot be read ({one_line(str(error))})"
+            ) from error
 
 
 def read_safetensors(
     path: str | Path, *, where: str, root: str | Path | None = None
 ) -> StoredTensors:
-    """Checks the whole header of a safetensors file and maps its tensors, not yet read.
+    """Checks the header of a safetensors file and maps its tensors, not yet read.
 
     The file must lie in `root` where one is given. Raises ValueError, FileNotFoundError as the
     module says: for a Git-LFS pointer, an empty, cut or damaged file, and one of another format.
@@ -254,63 +246,19 @@ def read_safetensors(
             )
         file.seek(8)
         raw = file.read(length)
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
+        # Of a name that stands twice the library would take the last.
         header = parse_json(raw.decode("utf-8"), where=f"the header of {where}")
     except UnicodeDecodeError as error:
         raise ValueError(f"the header of {where} is no UTF-8 text ({error})") from None
     if not isinstance(header, dict):
         raise ValueError(f"the header of {where} holds {_kind(header)}; expected a JSON object")
-    _check_header(header, size - 8 - length, where)
-    return StoredTensors(data, header, 8 + length)
-
-
-def _check_header(header: dict[str, Any], size: int, where: str) -> None:
-    """Every tensor's type, shape and bytes; they must fill the `size` bytes behind the header."""
-    spans = []
-    for key, entry in header.items():
-        if key == "__metadata__":
-            if not isinstance(entry, dict) or not all(isinstance(v, str) for v in entry.values()):
-                raise ValueError(f"{where}: __metadata__ is no object of texts")
-            continue
-        label = f"{where}: tensor {one_line(key)!r}"
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"{label}: expected an object of dtype, shape and data_offsets")
-        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise ValueError(f"{label} is {one_line(repr(dtype))}; known are {', '.join(DTYPES)}")
-        for name, numbers in (("shape", shape), ("data_offsets", offsets)):
-            if not isinstance(numbers, list) or not all(
-                type(n) is int and 0 <= n < 2**63 for n in numbers
-            ):
-                raise ValueError(f"{label} has {name} {one_line(repr(numbers))}; expected integers")
-        if len(offsets) != 2:
-            raise ValueError(f"{label} has {len(offsets)} data_offsets; expected begin and end")
-        # numpy counts the bytes of an array without its empty axes, and holds 64 axes at most.
-        itemsize = np.dtype(DTYPES[dtype]).itemsize
-        if len(shape) > 32 or math.prod(n for n in shape if n) * itemsize >= 2**63:
-            raise ValueError(
-                f"{label} has the shape {one_line(repr(shape))}, which no array can have"
-            )
-        wanted = math.prod(shape) * itemsize
-        begin, end = offsets
-        if end - begin != wanted:
-            raise ValueError(
-                f"{label}, {dtype} of shape {one_line(repr(shape))}, has {end - begin} "
-                f"bytes instead of {one_line(str(wanted))}; the file is damaged: copy it again"
-            )
-        spans.append((begin, end, key))
-    position = 0
-    for begin, end, key in sorted(spans):
-        if begin != position or end > size:
-            raise ValueError(
-                f"{where} is cut short or damaged: tensor {one_line(key)!r} lies at bytes "
-                f"{begin} to {end} of {size}, and the one before ends at "
-                f"{position}; copy it again"
-            )
-        position = end
-    if position != size:
-        raise ValueError(f"{where}: {size - position} bytes follow its last tensor; copy it again")
+    try:
+        return StoredTensors(safe_open(path, framework="numpy"), where)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{where} is cut short or damaged ({one_line(str(error))}); copy it again"
+        ) from error
 
 
 def _hint(head: bytes) -> str:

@@ -92,8 +92,8 @@ def probe(base: BaseModel, adapter: Adapter, text: str, *, top: int = 8) -> dict
                 "token": pieces[i],
                 "kl": float(kl[i]),
                 "max_logit_change": float(change[i]),
-                "next_base": base.tokenizer.decode([before[i]]),
-                "next_adapter": base.tokenizer.decode([after[i]]),
+                "next_base": base.tokenizer.decode([int(before[i])]),
+                "next_adapter": base.tokenizer.decode([int(after[i])]),
             }
             for i in most
         ],
