@@ -9,6 +9,24 @@ _PART = r"(?!\.{1,2}(?:[/@]|$))[\w.-]{1,96}"
 HUB_NAME = re.compile(rf"({_PART})/({_PART})(?:@({_PART}(?:/{_PART}){{0,4}}))?", re.ASCII)
 
 
+# Names of this project for models that the hub has under another.
+HUB_NAMES = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+
+
+def hub_name(name: str) -> str:
+    """The name by which others know a model; itself where it has one only."""
+    return HUB_NAMES.get(name, name)
+
+
+def same_model(one: str, other: str) -> bool:
+    """Whether two names, paths or org/name@revision may mean one model: by their last part."""
+    return _last_part(hub_name(one)) == _last_part(hub_name(other))
+
+
+def _last_part(name: str) -> str:
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1].split("@")[0].lower()
+
+
 def hub_folder() -> Path:
     """Where huggingface-hub keeps models: HF_HUB_CACHE, else $HF_HOME/hub, else ~/.cache's."""
     if folder := os.environ.get("HF_HUB_CACHE"):

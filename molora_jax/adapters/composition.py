@@ -26,6 +26,7 @@ from molora_jax.adapters.composition_record import (
     check_router,
     read_record,
     read_router,
+    seal,
 )
 from molora_jax.adapters.folders import new_folder
 from molora_jax.adapters.names import shortened
@@ -119,6 +120,7 @@ class Composition:
                 for name, value in self.metrics.items()
             },
         }
+        record["sha256"] = seal(record, arrays)
         owned = {ROUTER_FILE, RECORD_FILE, ADAPTERS_FOLDER}
         with new_folder(path, owned=owned, overwrite=overwrite) as folder:
             for each in self.bank.list():
@@ -152,7 +154,7 @@ class Composition:
         """
         folder = Path(path)
         record = read_record(folder)
-        router = read_router(folder, record.router)
+        router = read_router(folder, record)
         if base is None:
             base = _load_base(record, folder)
         _check_base(record, base, allow_other_base=allow_other_base)

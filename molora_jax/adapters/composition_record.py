@@ -1,5 +1,7 @@
 """molora.json and router.safetensors of a saved composition, read with every field checked."""
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,9 +20,9 @@ from molora_jax.routing.registry import (
     router_config,
 )
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ROUTER_FILE, RECORD_FILE, ADAPTERS_FOLDER = "router.safetensors", "molora.json", "adapters"
-_FIELDS = ("base", "bank", "adapters", "router", "columns", "labels_used", "metrics")
+_FIELDS = ("base", "bank", "adapters", "router", "columns", "labels_used", "metrics", "sha256")
 _DTYPES = ("float32", "bfloat16", "float16")
 _MOST = 2**16  # slots and rank: more is a damaged number, not a bank
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -37,7 +39,10 @@ class SavedAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What molora.json says; base_name is None where the base was a path, which is not saved."""
+    """What molora.json says, and `content`, the whole of it as it stands there.
+
+    base_name is None where the base was a path, which is not saved; sha256 is its `seal`.
+    """
 
     base_name: str | None
     base_sha256: str
@@ -47,6 +52,22 @@ class Record:
     columns: tuple[str, ...]
     labels_used: bool | None
     metrics: dict[str, int | float | None]
+    sha256: str
+    content: Mapping[str, Any]
+
+
+def seal(record: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
+    """sha256 over the record, its metrics and this number left out, and the router's arrays.
+
+    It binds them: a router's columns mean adapters by their order, so a router of another save, or
+    columns in another order, would route well and to the wrong adapters.
+    """
+    content = {name: value for name, value in record.items() if name not in ("metrics", "sha256")}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f" {name} {array.dtype.name} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def read_record(folder: Path) -> Record:
@@ -88,6 +109,8 @@ def read_record(folder: Path) -> Record:
         columns=tuple(check.digest(f"columns[{i}]", each) for i, each in enumerate(columns)),
         labels_used=record["labels_used"],
         metrics=metrics,
+        sha256=check.digest("sha256", record["sha256"]),
+        content=record,
     )
 
 
@@ -128,8 +151,13 @@ def _adapters(check: "_Check", value: Any, num_slots: int) -> tuple[SavedAdapter
     return tuple(found)
 
 
-def read_router(folder: Path, config: Mapping[str, Any]) -> Router:
-    """The router of a folder. Raises ValueError where its arrays and settings do not make one."""
+def read_router(folder: Path, record: Record) -> Router:
+    """The router of a folder.
+
+    Raises ValueError where its arrays and settings do not make one, and where it, or the record, is
+    not what was saved together.
+    """
+    config = record.router
     file = folder / ROUTER_FILE
     if not file.exists():
         raise FileNotFoundError(f"{folder} has no {ROUTER_FILE}; copy it again")
@@ -139,6 +167,7 @@ def read_router(folder: Path, config: Mapping[str, Any]) -> Router:
         check_router(arrays)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+    saved = dict(arrays)
     where = f"{folder / RECORD_FILE}: the router {brief(config.get('kind'))}"
     shown = brief(dict(config), limit=300)
     try:
@@ -165,6 +194,12 @@ def read_router(folder: Path, config: Mapping[str, Any]) -> Router:
     if arrays:
         raise ValueError(
             f"{where} has no place for {shortened(map(repr, arrays))} of {ROUTER_FILE}"
+        )
+    if seal(record.content, saved) != record.sha256:
+        raise ValueError(
+            f"{folder}: {RECORD_FILE} and {ROUTER_FILE} are not those that were saved together: "
+            "one was edited, or is of another composition. Copy both again; to change a setting, "
+            "load the composition, change it there, and save it"
         )
     return router
 

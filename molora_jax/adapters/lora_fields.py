@@ -83,8 +83,8 @@ def check_fields(config: Mapping[str, Any], *, where: str) -> tuple[list[str], l
         warnings.append("peft_type is missing; read as LORA")
     elif kind != "LORA":
         raise ValueError(
-            f"{where}: peft_type is {brief(kind)}; only 'LORA' is supported. {_MERGE.capitalize()}"
-            " where that method can be merged"
+            f"{where}: peft_type is {brief(kind)}; only 'LORA' is supported. Where that method can "
+            f"be merged, {_MERGE}"
         )
     _check_task(config.get("task_type"), where, notes)
     for name, (neutral, way_out) in REFUSED.items():

@@ -5,7 +5,6 @@ A = [A_1; A_2; …], B = [w_1·scale_1·B_1, w_2·scale_2·B_2, …], with the s
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from molora_jax.adapters.names import (
     split_module,
 )
 from molora_jax.adapters.report import public_base_name
+from molora_jax.hub import same_model
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def common_base_name(adapters: Sequence[Adapter]) -> str | None:
     """
     stated = {each.name: each.config.get("base_model_name_or_path") for each in adapters}
     names = sorted({name for name in stated.values() if name}, key=lambda name: name.count("/"))
-    if len({re.split(r"[/\\]", name.rstrip("/"))[-1].split("@")[0].lower() for name in names}) > 1:
+    if any(not same_model(names[0], each) for each in names[1:]):
         listed = (f"{name} {public_base_name(base)!r}" for name, base in stated.items())
         raise ValueError(
             f"the adapters state different bases: {', '.join(listed)}. Merge those of one base, or "

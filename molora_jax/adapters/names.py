@@ -61,7 +61,7 @@ def check_label(name: str) -> str:
 
 def nearest(name: str, known: Iterable[str], *, count: int = 1) -> list[str]:
     """The known names most like `name`, best first; empty where none is alike."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
 
 
 def brief(value: object, *, limit: int = 80) -> str:

@@ -31,6 +31,7 @@ _OTHER_LAYOUTS = {
         "a GGUF file: as an adapter (llama.cpp's) it has lost PEFT's config, so load the PEFT "
         "folder it was converted from; as a model give it to load_base"
     ),
+    "result.json": "the run of an experiment: its adapter or composition is a folder in it",
     "config.json": (
         "a whole model, not an adapter: give it to load_base, or extract a LoRA from it first"
     ),

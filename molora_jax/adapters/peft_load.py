@@ -1,6 +1,5 @@
 """Reading an adapter: every tensor of a PEFT folder finds its place, or the load says which not."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from molora_jax.adapters.peft_keys import (
     unmatched_message,
 )
 from molora_jax.adapters.report import LoadReport, public_base_name
+from molora_jax.hub import same_model
 
 
 def load_adapter(
@@ -70,7 +70,7 @@ def load_adapter(
     if unused := settings.unused_keys(paths.values()):
         warnings.append(f"matches no module of the adapter: {shortened(unused)}")
     stated = settings.base_name
-    if base_name and stated and _last_part(stated) != _last_part(base_name):
+    if base_name and stated and not same_model(stated, base_name):
         warnings.append(
             f"trained on {public_base_name(stated)}, used with {public_base_name(base_name)}"
         )
@@ -156,8 +156,9 @@ def _check_targets(
     warnings = []
     if extra := [m for m, path in paths.items() if not settings.targets(path)]:
         warnings.append(
-            f"{len(extra)} modules have tensors but are not in target_modules; used all the same: "
-            + shortened(extra)
+            f"{len(extra)} modules have tensors, but target_modules, exclude_modules or "
+            "layers_to_transform leave them out. They are used all the same, where PEFT would "
+            f"drop them: {shortened(extra)}"
         )
     if isinstance(targets, list):
         names = [prefix + module for module in possible]
@@ -174,14 +175,14 @@ def _check_rank(stated: int, module: str, a: np.ndarray, b: np.ndarray, name: st
             "number in them. Sharded training (ZeRO-3, FSDP) saves such where it does not gather "
             "the weights first: save it again with the whole state dict"
         )
+    if a.ndim == b.ndim == 2 and a.shape[1] == b.shape[0] == stated != a.shape[0]:
+        raise ValueError(
+            f"adapter {name!r}: {module} has lora_A {a.shape} and lora_B {b.shape}, which are "
+            f"transposed: PEFT stores A ({stated}, in) and B (out, {stated}). Save them so"
+        )
     if a.ndim != 2 or b.ndim != 2 or a.shape[0] != stated or b.shape[1] != stated:
         raise ValueError(
             f"adapter {name!r}: {module} has lora_A {a.shape} and lora_B {b.shape}, but "
             f"{CONFIG_FILE} gives it rank {stated} (r or rank_pattern): expected ({stated}, in) "
             f"and (out, {stated}). The scale depends on the rank, so correct the config"
         )
-
-
-def _last_part(name: str) -> str:
-    """Of org/name or org/name@revision the name, of a path its last folder."""
-    return re.split(r"[/\\]", name.rstrip("/\\"))[-1].split("@")[0].lower()

@@ -50,8 +50,8 @@ def generate(
     and cache lengths are rounded up to powers of two, so that few lengths are ever compiled.
     `on_tokens` is called with the (B,) ids of each step as soon as they are known.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, a length past the model's, or
-    a router that names an adapter which is not there.
+    Raises ValueError for an empty prompt, ids outside the vocabulary, a length past the model's, a
+    router that names an adapter which is not there, or logits that are not finite.
     """
     config = decoder.config
     if not prompts:
@@ -98,6 +98,12 @@ def generate(
     running = np.ones(len(prompts), bool)
     for step in range(1, max_new_tokens + 1):
         steps.append(np.asarray(chosen))
+        if (running & (steps[-1] < 0)).any():
+            row = int(np.argmax(running & (steps[-1] < 0)))
+            raise ValueError(
+                f"prompts[{row}]: after {step - 1} new tokens the logits are NaN or infinite: an "
+                "adapter, or the base, overflows on this text. Take it out, or a wider dtype"
+            )
         if on_tokens is not None:
             on_tokens(steps[-1])
         running &= ~np.isin(steps[-1], stop_ids)
@@ -129,13 +135,18 @@ def _prefill(decoder, tokens, mask, routed, key, knobs, *, cache_size):
     out, cache = decoder.prefill(tokens, mask, cache_size=cache_size, **routed)
     last = tokens.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     hidden = jnp.take_along_axis(out.hidden, last[:, None, None], axis=1)[:, 0]
-    return sample(key, decoder.logits(hidden), *knobs), out.routing, cache
+    return _next(key, decoder.logits(hidden), knobs), out.routing, cache
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _step(decoder, tokens, cache, routed, key, knobs):
     out, cache = decoder.decode(tokens, cache, **routed)
-    return sample(key, decoder.logits(out.hidden[:, 0]), *knobs), out.routing, cache
+    return _next(key, decoder.logits(out.hidden[:, 0]), knobs), out.routing, cache
+
+
+def _next(key, logits, knobs):
+    """The next token of each row, −1 where its logits are not finite: the largest would be id 0."""
+    return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(key, logits, *knobs), -1)
 
 
 def _round_up(length: int) -> int:

@@ -125,6 +125,12 @@ def _model_at(path: Path, name: str) -> Path:
             "folder that holds config.json and model.safetensors"
         )
     if (path / "config.json").exists():
+        if (path / "adapter_config.json").exists():
+            raise ValueError(
+                f"base model {name!r}: {path} also holds an adapter (adapter_config.json), which "
+                "transformers would add to the model. Move its two files to a folder of their own "
+                "and load that as an adapter"
+            )
         return path
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:

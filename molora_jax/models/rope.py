@@ -97,7 +97,12 @@ class RopeScaling:
             raise ValueError(f"config.json: rope_type is {one_line(repr(kind))}; expected a name")
         if kind == "default":
             return None
-        missing = [key for key in _REQUIRED.get(kind, ()) if key not in entry]
+        # YaRN takes its factor from the two contexts where it is null.
+        missing = [
+            key
+            for key in _REQUIRED.get(kind, ())
+            if (key not in entry if kind == "yarn" else entry.get(key) is None)
+        ]
         if missing:
             raise ValueError(
                 f"config.json: the rope scaling {kind!r} lacks {', '.join(missing)}; take the "

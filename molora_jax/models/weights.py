@@ -103,7 +103,23 @@ def stack_weights(
                 f"{dtype}. The file is damaged, or needs the wider range: dtype='float32' or "
                 "'bfloat16'"
             )
+    _check_tied(arrays, sources, config, where)
     return arrays
+
+
+def _check_tied(arrays, sources, config, where) -> None:
+    """ValueError where a model is called tied and holds an output of its own that differs."""
+    stored = sources.get(("lm_head.weight", None))
+    if stored is None or not config.tie_word_embeddings:
+        return
+    embedding = sources["embed_tokens.weight", None].read()
+    head = stored.read()
+    if head.shape != embedding.shape or (head != embedding).any():
+        raise ValueError(
+            f"{where}: tie_word_embeddings is true, and yet lm_head.weight is not the embedding; "
+            "readers differ in which of them counts. Set tie_word_embeddings to false if the "
+            "output was trained on its own, or remove lm_head.weight"
+        )
 
 
 def _nonfinite(array: np.ndarray) -> int:
@@ -122,7 +138,7 @@ def _label(key: tuple[str, int | None]) -> str:
 
 def _check(expected, sources, where, unexpected, config) -> None:
     missing = [_label(key) for key in expected if key not in sources]
-    # A tied model's output may be stored all the same; transformers does not use it either.
+    # A tied model's output may be stored all the same (`_check_tied`).
     unexpected += [
         _label(key) for key in sources if key not in expected and key[0] != "lm_head.weight"
     ]

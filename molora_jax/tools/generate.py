@@ -42,7 +42,9 @@ def run(args: argparse.Namespace) -> int:
     prompt = text_of(args.prompt, args.prompt_file)
     base = load_base(args.base)
     arms = _arms(base, paths, args.composition)
-    if args.only:
+    if args.only is not None:
+        if not args.only:
+            raise Misuse("--only names no arm")
         labels = [arm.label for arm in arms]
         if unknown := [name for name in args.only if name not in labels]:
             near = hint(unknown[0], labels)
@@ -68,10 +70,12 @@ def _arms(base: BaseModel, paths: Mapping[str, str], composition: str | None) ->
     """The base, every adapter given, every one of the composition, and the composition routed."""
     arms = [Arm(BASE, {}, ())]
     if paths:
-        adapters = [
-            load_adapter(path, name=name, config=base.config, base_name=base.name)[0]
-            for name, path in paths.items()
-        ]
+        adapters = []
+        for name, path in paths.items():
+            adapter, report = load_adapter(path, name=name, config=base.config, base_name=base.name)
+            for text in report.warnings:
+                print(f"warning: adapter {name!r}: {text}", file=sys.stderr)
+            adapters.append(adapter)
         bank = AdapterBank(
             base.config, num_slots=len(adapters), max_rank=max(each.rank for each in adapters)
         )

@@ -16,6 +16,7 @@ from molora_jax.adapters.composition_record import (
     RECORD_FILE,
     ROUTER_FILE,
     read_record,
+    seal,
 )
 from molora_jax.adapters.lora_config import lora_scale
 from molora_jax.adapters.lowrank import update_norm
@@ -53,6 +54,11 @@ def run(args: argparse.Namespace) -> int:
         found = inspect_composition(path, base)
         text = composition_text(found)
     elif (checkpoints := find_checkpoints(path)) is not None:
+        if base:
+            raise ValueError(
+                f"{args.path} is a training checkpoint, which is not compared with a base: convert "
+                "it to an adapter first (convert SRC DST)"
+            )
         found = {"kind": "checkpoint", **describe_checkpoint(checkpoints)}
         text = checkpoint_text(found)
     else:
@@ -143,22 +149,30 @@ def inspect_composition(path: Path, base: BaseModel | None = None) -> dict[str, 
         except (ValueError, FileNotFoundError) as error:
             problems.append(f"adapter {entry.name!r}: {error}")
             continue
-        if found["digest"] != entry.sha256:
-            problems.append(f"adapter {entry.name!r} is not the one saved: its digest differs")
         if not found["loads"]:
             problems.append(f"adapter {entry.name!r} would not load: {found['refusal']}")
+        elif found["digest"] != entry.sha256:
+            problems.append(f"adapter {entry.name!r} is not the one saved: its digest differs")
         adapters.append({"slot": entry.slot, **found})
-    names = {each["digest"]: each["name"] for each in adapters}
+    # Without a digest it does not load, beside another base for example, and may be the right one.
+    there = {each["name"]: each["digest"] for each in adapters}
+    names = {
+        each.sha256: each.name
+        for each in record.adapters
+        if there.get(each.name, "gone") in (None, each.sha256)
+    }
     columns = [names.get(digest) for digest in record.columns]
     problems += [f"column {i} has no adapter" for i, name in enumerate(columns) if name is None]
-    arrays = {}
+    arrays, values = {}, {}
     try:
         stored = read_safetensors(path / ROUTER_FILE, where=ROUTER_FILE, root=path)
         for key in stored.keys():  # noqa: SIM118 (no mapping)
-            value = stored.get(key)
+            value = values[key] = stored.get(key)
             arrays[key] = {"dtype": value.dtype.name, "shape": list(value.shape)}
             if not np.isfinite(value).all():
                 problems.append(f"router: {key} has NaN or infinite numbers")
+        if seal(record.content, values) != record.sha256:
+            problems.append(f"{RECORD_FILE} and {ROUTER_FILE} are not those saved together")
     except (ValueError, FileNotFoundError) as error:
         problems.append(str(error))
     if base and record.base_sha256 != base.digest:
@@ -173,6 +187,7 @@ def inspect_composition(path: Path, base: BaseModel | None = None) -> dict[str, 
         "labels_used": record.labels_used,
         "metrics": record.metrics,
         "adapters": adapters,
+        "loads": not problems,
         "problems": problems,
     }
 

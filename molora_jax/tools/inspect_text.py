@@ -16,7 +16,7 @@ def adapter_text(found: Mapping[str, Any]) -> str:
         ("type", kind),
         ("base", found["base"] or "not stated"),
         ("r, alpha", f"{found['r']}, {found['alpha']}"),
-        *((key, found[key]) for key in ("rank_pattern", "alpha_pattern") if found[key]),
+        *((key, _pattern(found[key])) for key in ("rank_pattern", "alpha_pattern") if found[key]),
         ("targets", _targets(found["target_modules"])),
         ("tensors", f"{found['tensors']}, {found['parameters']:,} numbers, {found['bytes']:,} "
                     f"bytes, {dtypes}"),
@@ -69,6 +69,7 @@ def composition_text(found: Mapping[str, Any]) -> str:
         *(f"  metric    {key} {value}" for key, value in found["metrics"].items()),
         table(rows),
         *(f"  PROBLEM   {text}" for text in found["problems"]),
+        f"  loads     {'yes' if found['loads'] else 'NO'}",
     ]
     return "\n".join(lines)
 
@@ -81,6 +82,12 @@ def checkpoint_text(found: Mapping[str, Any]) -> str:
     lines = [f"training checkpoint of step {found['step']}"]
     lines += [f"  {key:<12}{value}" for key, value in about.items()]
     return "\n".join([*lines, table(rows)])
+
+
+def _pattern(pattern: Any) -> str:
+    if not isinstance(pattern, dict):
+        return repr(pattern)
+    return shortened((f"{key}: {value}" for key, value in pattern.items()), limit=4)
 
 
 def _targets(targets: Any) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from molora_jax.adapters import Adapter, AdapterBank, load_adapter
 from molora_jax.models import BaseModel, load_base
 from molora_jax.routing import FixedRouter
+from molora_jax.token_ids import check_token_ids
 from molora_jax.tools.report import percent, print_json, relative_updates, table, text_of
 
 _TEXT = """\
@@ -62,6 +63,7 @@ def probe(base: BaseModel, adapter: Adapter, text: str, *, top: int = 8) -> dict
     ids = base.tokenizer.encode(text)
     if not ids:
         raise ValueError("the text has no tokens")
+    check_token_ids(ids, base.config.vocab_size, name="the text")
     bank = AdapterBank(
         base.config, num_slots=1, max_rank=adapter.rank, projections=adapter.projections
     )
@@ -77,6 +79,12 @@ def probe(base: BaseModel, adapter: Adapter, text: str, *, top: int = 8) -> dict
         for nll in parts[-1][4:]:
             nll[-1] = np.nan  # what follows a window is not in it
     change, kl, before, after, nll, nll_adapter = map(np.concatenate, zip(*parts, strict=True))
+    if not np.isfinite(change).all():
+        raise ValueError(
+            f"adapter {adapter.name!r} on {base.name}: at {int((~np.isfinite(change)).sum())} of "
+            f"{len(ids)} positions the logits are NaN or infinite, with or without it: it "
+            "overflows, or the base does on this text"
+        )
     pieces = base.tokenizer.pieces(ids)
     most = np.argsort(-kl, kind="stable")[:top]
     return {

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from molora_jax.adapters.adapter import Adapter
+from molora_jax.adapters.folders import check_writable
 from molora_jax.adapters.lowrank import update_norm
 from molora_jax.adapters.names import split_module
 from molora_jax.files import read_text
@@ -44,13 +45,22 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_free(out: str | Path, *, overwrite: bool) -> None:
-    """Raises ValueError where the folder to write is there, before anything is computed for it."""
+def check_free(out: str | Path, *, overwrite: bool, sources: Iterable[str | Path] = ()) -> None:
+    """Raises where the folder to write is there, or cannot be, before anything is computed for it.
+
+    ValueError, and OSError where the system refuses; `new_folder` looks again.
+
+    `sources` is what is read for it: even with `overwrite` nothing is written over its own source.
+    """
     path = Path(out)
+    for source in sources:
+        if path.expanduser().resolve() == Path(source).expanduser().resolve():
+            raise ValueError(f"{out} is read and would be overwritten: write to another folder")
     if path.exists() and not path.is_dir():
         raise ValueError(f"{out} is a file; expected a folder to write. Choose another path")
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise ValueError(f"{out} exists already. Choose another path, or pass --overwrite")
+    check_writable(path)
 
 
 def text_of(text: str | None, file: Path | None, default: str = "") -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from molora_jax.adapters import (
     load_adapter,
     save_adapter,
 )
+from molora_jax.adapters.composition_record import seal
 from molora_jax.models import load_base
 from molora_jax.routing import LearnedRouter, VocabularyRouter
 from tests.adapters.make import arrays_for, modules_of
@@ -197,16 +199,20 @@ def test_missing_adapter_is_an_error_unless_allowed(tmp_path, base, learned, ada
     np.testing.assert_array_equal(again.column_to_slot, [1, -1, 0])
 
 
-def edit(path, change):
+def edit(path, change, *, sealed=False):
+    """Changes the record; `sealed` as if it had been saved so."""
     file = path / "molora.json"
     record = json.loads(file.read_text())
     change(record)
+    if sealed:
+        record["sha256"] = seal(record, load_file(path / "router.safetensors"))
     file.write_text(json.dumps(record))
     return path
 
 
 def test_column_without_an_adapter_in_the_record_is_an_error(tmp_path, base, learned):
-    path = edit(learned.save(tmp_path / "mix"), lambda r: r["columns"].__setitem__(0, "0" * 64))
+    path = learned.save(tmp_path / "mix")
+    edit(path, lambda r: r["columns"].__setitem__(0, "0" * 64), sealed=True)
     with pytest.raises(ValueError, match=r"column 0 .* has no adapter"):
         Composition.load(path, base)
 
@@ -237,7 +243,7 @@ def test_private_path_of_the_base_is_not_saved(tmp_path, base, learned):
         Composition.load(path)
     assert Composition.load(path, base).base_name == base.name
     # Nor is a path followed that somebody wrote into the record.
-    edit(path, lambda r: r["base"].update(name="../elsewhere/model"))
+    edit(path, lambda r: r["base"].update(name="../elsewhere/model"), sealed=True)
     with pytest.raises(ValueError, match="which is not saved"):
         Composition.load(path)
 
@@ -261,8 +267,8 @@ def test_an_adapter_of_another_base_is_warned_of(tmp_path, base, adapters, caplo
 
 
 def test_record_of_another_version_is_refused(tmp_path, base, learned):
-    path = edit(learned.save(tmp_path / "mix"), lambda r: r.update(format_version=2))
-    with pytest.raises(ValueError, match="format_version is 2; this version reads 1"):
+    path = edit(learned.save(tmp_path / "mix"), lambda r: r.update(format_version=1))
+    with pytest.raises(ValueError, match="format_version is 1; this version reads 2"):
         Composition.load(path, base)
     with pytest.raises(FileNotFoundError, match=r"with molora\.json"):
         Composition.load(tmp_path, base)
@@ -358,7 +364,7 @@ def test_failed_save_leaves_the_old_folder(tmp_path, base, learned, monkeypatch)
     ],
 )
 def test_an_edited_record_is_refused_by_field(tmp_path, base, learned, change, said):
-    path = edit(learned.save(tmp_path / "mix"), change)
+    path = edit(learned.save(tmp_path / "mix"), change, sealed="columns" in said)
     with unchecked_shapes(), pytest.raises(ValueError, match=said) as error:
         Composition.load(path, base)
     assert "\n" not in str(error.value)
@@ -408,3 +414,35 @@ def test_links_that_leave_the_folder_are_not_followed(tmp_path, base, learned, n
     (path / name).symlink_to(tmp_path / "outside")
     with pytest.raises(ValueError, match="leads out of"):
         Composition.load(path, base)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r["columns"].reverse(),
+        lambda r: r["router"].update(gate="unit"),
+        lambda r: r["router"].update(top_k=1),
+        lambda r: r["bank"].update(dtype="bfloat16"),
+        lambda r: r["base"].update(name="another"),
+    ],
+)
+def test_a_record_edited_to_other_good_values_is_refused(tmp_path, base, learned, change):
+    path = edit(learned.save(tmp_path / "mix"), change)
+    with pytest.raises(ValueError, match="not those that were saved together"):
+        Composition.load(path, base)
+
+
+def test_the_router_of_another_composition_is_refused(tmp_path, base, adapters, learned):
+    other = compose(base, adapters, learned_router(base))
+    other.router.b_out[...] = other.router.b_out[...] + 1.0
+    path, theirs = learned.save(tmp_path / "mix"), other.save(tmp_path / "other")
+    shutil.copy(theirs / "router.safetensors", path / "router.safetensors")
+    with pytest.raises(ValueError, match="not those that were saved together"):
+        Composition.load(path, base)
+    shutil.copy(theirs / "molora.json", path / "molora.json")  # both, and the same adapters
+    Composition.load(path, base)
+
+
+def test_metrics_may_be_added_to_a_record(tmp_path, base, learned):
+    path = edit(learned.save(tmp_path / "mix"), lambda r: r["metrics"].update(mine=1.5))
+    assert Composition.load(path, base).metrics["mine"] == 1.5

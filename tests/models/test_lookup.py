@@ -56,6 +56,12 @@ def test_folder(folder):
         load_base(str(folder), dtype="float8")
 
 
+def test_a_base_folder_that_also_holds_an_adapter_is_refused(folder):
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ValueError, match="also holds an adapter"):
+        load_base(str(folder))
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", *SETTINGS_FILES])
 def test_digest_of_a_folder_changes_with_each_file_that_decides(folder, name):
     before = base_digest(str(folder))

@@ -85,10 +85,21 @@ def test_names_and_shapes_that_do_not_fit_are_listed(model):
 def test_buffers_and_a_tied_output_in_the_file_are_no_mistake(tmp_path):
     settings, arrays = small_model("qwen3_tied")
     tensors = hf_tensors(arrays)
-    tensors["lm_head.weight"] = np.zeros_like(arrays["embed_tokens.weight"])
+    tensors["lm_head.weight"] = arrays["embed_tokens.weight"].copy()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
     write_folder(tmp_path, settings, tensors)
     assert_same(load_safetensors(tmp_path, ModelConfig.from_hf(settings)), arrays)
+
+
+def test_a_tied_model_with_another_output_is_refused(tmp_path):
+    # transformers unties it since its version 5, and older ones do not.
+    settings, arrays = small_model("qwen3_tied")
+    tensors = hf_tensors(arrays)
+    tensors["lm_head.weight"] = arrays["embed_tokens.weight"].copy()
+    tensors["lm_head.weight"][3, 1] += 1e-3
+    write_folder(tmp_path, settings, tensors)
+    with pytest.raises(ValueError, match=r"tie_word_embeddings is true, and yet lm_head\.weight"):
+        load_safetensors(tmp_path, ModelConfig.from_hf(settings))
 
 
 def test_pickle_is_not_read(model):

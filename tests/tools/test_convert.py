@@ -104,13 +104,12 @@ def test_the_experiment_takes_rank_and_alpha_from_the_adapter(trained, tmp_path)
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "a b c"}\n')
     config = experiment.Config(data=str(data), base="tiny-random", init_from=str(run))
-    found = config.training(config.start())
+    found = config.training()
     assert (found.rank, found.alpha, found.use_rslora) == (3, 5.0, True)
     assert found.projections == ("q_proj", "up_proj")
     assert experiment.digests(config)["start"] == adapter.digest
-    config = experiment.Config(data=str(data), base="tiny-random", init_from=str(run), rank=16)
     with pytest.raises(ValueError, match=r"Config.rank = 16, but .* has 3"):
-        experiment.digests(config)
+        experiment.Config(data=str(data), base="tiny-random", init_from=str(run), rank=16)
 
 
 def test_max_rank_keeps_the_best_of_every_module_and_says_what_is_lost(tool, folders, tmp_path):
@@ -223,3 +222,16 @@ def test_a_converted_adapter_serves(tool, base, folders, tmp_path):
     assert bank.load(tmp_path / "small").name == "small"
     file = tmp_path / "small" / "adapter_model.safetensors"
     assert {v.dtype.name for v in load_file(file).values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("verb", ["convert", "merge"])
+def test_nothing_is_written_over_its_own_source(tool, folders, tmp_path, verb):
+    source = copied(folders["a"], tmp_path / "a")
+    before = (source / "adapter_model.safetensors").read_bytes()
+    argv = {
+        "convert": (source, source, "--max_rank", 2),
+        "merge": (source, folders["b"], "--out", source),
+    }[verb]
+    result = tool(verb, *argv, "--overwrite")
+    assert result.code == 1 and "is read and would be overwritten" in result.err
+    assert (source / "adapter_model.safetensors").read_bytes() == before

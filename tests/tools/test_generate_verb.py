@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from molora_jax.adapters import AdapterBank, Composition, load_adapter
+from molora_jax.adapters import AdapterBank, Composition, load_adapter, save_adapter
 from molora_jax.generation import Generated, generate
 from molora_jax.routing import SequenceRouter, VocabularyRouter
 from molora_jax.tools import generate as verb
-from tests.tools.conftest import BASE
+from tests.tools.conftest import BASE, make
 
 PROMPT = "abc def"
 
@@ -122,3 +122,15 @@ def test_an_adapter_that_does_not_fit_is_refused(tool, molora_data, folders):
     assert result.code == 1
     assert "refused" in result.err
     assert load_adapter(folders["a"])[0].name == "a"
+
+
+def test_warnings_of_an_adapter_are_shown(tool, base, tmp_path):
+    save_adapter(make(base, "far", base_name="org/another"), tmp_path / "far")
+    argv = ("--only", "far", "--max_tokens", 1, "--prompt", "x")
+    result = tool("generate", "--base", BASE, "--adapter", tmp_path / "far", *argv)
+    assert result.code == 0
+    assert "warning: adapter 'far': trained on org/another, used with tiny-random" in result.err
+
+
+def test_only_must_name_an_arm(tool):
+    assert tool("generate", "--base", BASE, "--prompt", "x", "--only", ",").code == 2

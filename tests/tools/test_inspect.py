@@ -8,8 +8,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from molora_jax.adapters import AdapterBank, Composition, load_adapter
+from molora_jax.models.tiny import tiny_tokenizer
 from molora_jax.routing import VocabularyRouter
 from tests.adapters.make import dense_delta
+from tests.parity.small_models import hf_tensors, small_model, write_folder
 from tests.tools.conftest import BASE
 
 
@@ -170,3 +172,22 @@ def test_a_composition_is_described_with_what_does_not_agree(tool, composition, 
     assert "column 0 has no adapter" in problems
     (composition / "molora.json").write_text("{")
     assert tool("inspect", composition).code == 1
+
+
+def test_a_composition_beside_another_base_is_still_the_one_saved(tool, composition, tmp_path):
+    settings, arrays = small_model("llama")
+    other = write_folder(tmp_path / "other", settings, hf_tensors(arrays))
+    tiny_tokenizer().backend.save(str(other / "tokenizer.json"))
+    found = json.loads(tool("inspect", composition, "--base", other, "--json").out)
+    assert found["columns"] == ["a", "b"] and not found["loads"]
+    assert not [text for text in found["problems"] if "not the one saved" in text]
+    assert [text for text in found["problems"] if "made for another base" in text]
+    assert json.loads(tool("inspect", composition, "--base", BASE, "--json").out)["loads"]
+
+
+def test_a_router_of_another_save_is_a_problem(tool, composition):
+    record = json.loads((composition / "molora.json").read_text())
+    record["columns"].reverse()
+    (composition / "molora.json").write_text(json.dumps(record))
+    found = json.loads(tool("inspect", composition, "--json").out)
+    assert "molora.json and router.safetensors are not those saved together" in found["problems"]

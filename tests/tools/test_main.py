@@ -67,6 +67,8 @@ def test_a_reader_that_has_read_enough_gets_no_trace(folders):
         (["generate", "--base", "tiny-random"], "--prompt"),
         (["generate", "--base", "x", "--prompt", "a", "--top_p", "2"], "top_p 2.0: expected"),
         (["generate", "--base", "x", "--prompt", "a", "--adapter", "base=x"], "names an arm"),
+        (["generate", "--base", "x", "--prompt", "a", "--seed", "-1"], "a seed from 0 to 4294967"),
+        (["generate", "--base", "x", "--prompt", "a", "--seed", "4294967296"], "'4294967296': exp"),
     ],
 )  # fmt: skip
 def test_a_misuse_is_one_line_and_exit_code_2(tool, argv, words):
@@ -87,6 +89,8 @@ def test_a_misuse_is_one_line_and_exit_code_2(tool, argv, words):
         (["probe", "{a}", "--base", "tiny-random", "--prompt_file", "{tmp}/no"], "no file"),
         (["probe", "{a}", "--base", "tiny-random", "--text", " "], "the text is empty"),
         (["generate", "--base", "tiny-random", "--prompt", "x", "--composition", "no"], "no comp"),
+        (["merge", "{a}", "--out", "/proc/nope/x"], "no folder can be made in /proc (No such"),
+        (["convert", "{a}", "{a}/README.md/x"], "/README.md is no folder. Choose another path"),
     ],
 )
 def test_what_is_not_there_is_one_line_and_exit_code_1(tool, tmp_path, folders, argv, words):

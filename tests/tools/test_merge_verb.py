@@ -164,6 +164,22 @@ def test_half_precision_says_what_rounding_costs(tool, folders, tmp_path):
     assert load_file(out / "model.safetensors")["model.norm.weight"].dtype.name == "bfloat16"
 
 
+def test_a_base_with_fewer_ids_than_its_tokenizer_is_merged_into(tool, folders, tmp_path):
+    """The text that is read back would hold ids whose look-up is NaN whatever the weights."""
+    small, out = tmp_path / "small", tmp_path / "model"
+    tool("merge", folders["a"], "--base", BASE, "--out", small)
+    file, settings = small / "model.safetensors", small / "config.json"
+    tensors = load_file(file)
+    for key in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[key] = tensors[key][:90]
+    save_file(tensors, file)
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"vocab_size": 90}))
+    assert max(load_base(str(small)).tokenizer.encode(verb._TEXT)) >= 90
+    result = tool("merge", folders["b"], "--base", small, "--out", out)
+    assert result.code == 0, result.err
+    assert load_base(str(out)).config.vocab_size == 90
+
+
 @pytest.mark.model
 @pytest.mark.long
 def test_a_gguf_base_becomes_a_plain_folder(tool, smollm2, tmp_path):

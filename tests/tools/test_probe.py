@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from molora_jax.adapters import AdapterBank, load_adapter
+from molora_jax.adapters import AdapterBank, load_adapter, save_adapter
 from molora_jax.routing import FixedRouter
 from molora_jax.tools import probe as verb
 from molora_jax.tools.report import relative_updates
-from tests.tools.conftest import BASE, logits
+from tests.tools.conftest import BASE, logits, make
 
 TEXT = "Two cats, é and 7."
 
@@ -93,3 +93,14 @@ def test_one_token_has_no_loss(base, folders):
     assert found["nll"] is None
     assert found["max_logit_change"] > 0
     assert jnp.isfinite(found["mean_kl"])
+
+
+@pytest.mark.parametrize("verb_", ["probe", "generate"])
+def test_logits_that_are_not_finite_are_said_and_no_answer(tool, base, tmp_path, verb_):
+    save_adapter(make(base, "wild", seed=5, alpha=1e35), tmp_path / "wild")
+    text = {"probe": ("--text",), "generate": ("--max_tokens", 4, "--only", "wild", "--prompt")}
+    adapter = {"probe": (), "generate": ("--adapter",)}[verb_]
+    result = tool(verb_, *adapter, tmp_path / "wild", "--base", BASE, *text[verb_], "some text")
+    assert result.code == 1
+    assert "NaN or infinite" in result.err
+    assert "changes nothing" not in result.err and result.out == ""
