@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 an experiment failed or was stopped, 2 misused (and nothin
 """
 
 import dataclasses
+import difflib
 import logging
 import pathlib
 import re
@@ -14,9 +15,40 @@ from typing import Any, NoReturn
 from absl import app, flags
 
 from experiments import registry
+from experiments.registry import one_line
 
 CONFIGS = pathlib.Path(__file__).resolve().parent / "configs"
 SCALES = ("tiny", "cpu", "paper")
+# What fields of ours are called in PEFT, transformers and TRL; for hints alone.
+USUAL_NAMES = {
+    "base_model": "base",
+    "base_model_name_or_path": "base",
+    "cutoff_len": "seq_len",
+    "dataset": "data",
+    "eval_dataset": "heldout",
+    "eval_file": "heldout",
+    "gradient_accumulation_steps": "accumulate",
+    "learning_rate": "lr",
+    "lora_alpha": "alpha",
+    "lora_r": "rank",
+    "lora_rank": "rank",
+    "max_grad_norm": "clip",
+    "max_length": "seq_len",
+    "max_seq_length": "seq_len",
+    "max_steps": "steps",
+    "model_name_or_path": "base",
+    "num_steps": "steps",
+    "output_dir": "out",
+    "per_device_train_batch_size": "batch_size",
+    "r": "rank",
+    "save_steps": "checkpoint_every",
+    "seq_length": "seq_len",
+    "target_modules": "projections",
+    "train_batch_size": "batch_size",
+    "train_dataset": "data",
+    "train_file": "data",
+    "warmup": "warmup_steps",
+}
 OWN_PACKAGES = ("__gin__", "experiments", "molora_jax", "pallas_kernels")
 
 _LIST = flags.DEFINE_bool("list", False, "Print every experiment, a line each, and leave.")
@@ -78,7 +110,7 @@ def _misused(
     message: str, name: str = "", known: Sequence[str] = (), *, prefix: str = ""
 ) -> NoReturn:
     """Prints the message, with the known names nearest to `name`, and leaves with code 2."""
-    text = f"{_one_line(message)}{_hint(name, known, prefix=prefix)}"
+    text = f"{one_line(message)}{_hint(name, known, prefix=prefix)}"
     # A terminal need not have the letters that a caller typed.
     print(f"run.py: {text.encode('utf-8', 'backslashreplace').decode()}", file=sys.stderr)
     sys.exit(2)
@@ -122,6 +154,10 @@ def main(
     from experiments import results
 
     workdir = pathlib.Path(_WORKDIR.value)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _misused(f"--workdir={workdir}: no folder can be made there ({error.strerror})")
     outcomes = []
     for config, digest in zip(resolved, digests, strict=True):
         outcome = results.execute(
@@ -183,7 +219,7 @@ def resolve(name: str, module: Any, *, configs: pathlib.Path, sweep_point: str =
     try:
         config = module.Config(**values)
     except ValueError as error:
-        raise Misuse(_one_line(str(error))) from None
+        raise Misuse(one_line(str(error))) from None
     if not 0 <= config.seed <= MAX_SEED:
         raise Misuse(f"seed {config.seed}: expected 0 to {MAX_SEED}")
     return config
@@ -229,7 +265,7 @@ def bindings(
     if not shared:
         for binding in _without_effect(written, [written, *sources], short):
             near = _nearest_fields(binding, module, short)
-            shown = _one_line(binding)
+            shown = one_line(binding)
             raise Misuse(f"binding {shown!r} has no effect on this experiment{near}")
     return values
 
@@ -240,11 +276,11 @@ def _with_includes(file: Any, own: Set[str]) -> list[str]:
         found = pathlib.Path(file).is_file()
         text = pathlib.Path(file).read_text(encoding="utf-8") if found else ""
     except (OSError, ValueError) as error:
-        raise Misuse(f"--gin_file={_one_line(str(file))}: {_one_line(str(error))}") from None
+        raise Misuse(f"--gin_file={one_line(str(file))}: {one_line(str(error))}") from None
     if not found:
         near = _hint(pathlib.Path(file).name, sorted(path.name for path in CONFIGS.glob("*.gin")))
-        raise Misuse(f"--gin_file={_one_line(str(file))}: there is no such file{near}")
-    return _checked(text, f"--gin_file={_one_line(str(file))}", own)
+        raise Misuse(f"--gin_file={one_line(str(file))}: there is no such file{near}")
+    return _checked(text, f"--gin_file={one_line(str(file))}", own)
 
 
 def _checked(text: str, where: str, own: Set[str], *, depth: int = 0) -> list[str]:
@@ -266,7 +302,7 @@ def _checked(text: str, where: str, own: Set[str], *, depth: int = 0) -> list[st
             package = statement.module.partition(".")[0]
             if package not in own:
                 raise Misuse(
-                    f"{where}: import of {_one_line(statement.module)!r}: a gin file may import "
+                    f"{where}: import of {one_line(statement.module)!r}: a gin file may import "
                     f"only from {', '.join(sorted(own))}, since an import runs code"
                 )
         elif isinstance(statement, config_parser.IncludeStatement):
@@ -274,16 +310,10 @@ def _checked(text: str, where: str, own: Set[str], *, depth: int = 0) -> list[st
                 raise Misuse(f"{where}: more than {MAX_INCLUDES} files include each other")
             inner = pathlib.Path(statement.filename)
             if inner.suffix != ".gin" or not inner.is_file():
-                name = _one_line(statement.filename)
+                name = one_line(statement.filename)
                 raise Misuse(f"{where}: include {name!r}: there is no such .gin file")
             found += _checked(inner.read_text(encoding="utf-8"), where, own, depth=depth + 1)
     return found
-
-
-def _one_line(text: str) -> str:
-    """The text on one line, of at most 600 characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= 600 else f"{text[:500]} … {text[-80:]}"
 
 
 def _without_effect(written: str, sources: Sequence[str], short: str) -> Iterator[str]:
@@ -306,17 +336,20 @@ def _explain(error: Exception, module: Any, short: str) -> str:
     if isinstance(error, RecursionError | MemoryError):
         return "a binding is nested too deep, or refers to itself"
     if undefined := re.search(r"In call to configurable 'macro' .* in scope '(.*)'", text):
-        return f"macro %{_one_line(undefined[1])} is read and not defined"
+        return f"macro %{one_line(undefined[1])} is read and not defined"
     if "Failed to parse token" in text:
         text += ". A string needs quotes of its own: --gin_bindings=\"NAME.Config.field='text'\""
     quoted = re.findall(r"^\s*([\w./]+)\s*=", text, flags=re.MULTILINE)
-    return _one_line(text) + (_nearest_fields(quoted[-1], module, short) if quoted else "")
+    return one_line(text) + (_nearest_fields(quoted[-1], module, short) if quoted else "")
 
 
 def _nearest_fields(binding: str, module: Any, short: str) -> str:
     """A hint for a misspelt binding: its field's name counts, and not what stands before."""
     names = [field.name for field in dataclasses.fields(module.Config)]
-    close = registry.nearest(re.split(r"[./]", binding)[-1], names)
+    elsewhere = {other: name for other, name in USUAL_NAMES.items() if name in names}
+    wanted = re.split(r"[./]", binding)[-1]
+    usual = difflib.get_close_matches(wanted, elsewhere, n=1, cutoff=0.8)
+    close = [elsewhere[name] for name in usual] or registry.nearest(wanted, names)
     listed = [f"{short}.Config.{name}" for name in close or names]
     return f"; did you mean {' or '.join(listed)}?" if close else f"; known are {', '.join(listed)}"
 

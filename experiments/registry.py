@@ -105,8 +105,17 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
-    """The known names most like `name`, best first; may be empty."""
-    return difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    """The known names that begin with `name`, then those most like it, best first; may be empty."""
+    known = list(known)
+    longer = [each for each in known if name and each.startswith(name)]
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    return list(dict.fromkeys([*longer, *close]))[:count]
+
+
+def one_line(text: str) -> str:
+    """The text on one line, of at most 600 characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= 600 else f"{text[:500]} … {text[-80:]}"
 
 
 def place(default: typing.Any = "") -> typing.Any:

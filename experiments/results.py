@@ -1,7 +1,8 @@
 """Runs: their ids, how one is measured or found again, how it ends, and tables of several.
 
 `<workdir>/<experiment>/<run id>/` holds config.gin, config.json, metrics.jsonl, report.md, pictures
-and result.json; `previous/` in it holds the same of the measurement that the last --rerun replaced.
+and result.json, and error.txt where it failed; `previous/` in it holds the same of the measurement
+that the last --rerun replaced.
 `python -m experiments.results RUN...` prints a table of such folders.
 """
 
@@ -15,17 +16,24 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import logging
 
-from experiments import artifacts
+from experiments import artifacts, registry
 from experiments.provenance import environment, source_digest
 from experiments.run_folder import Claim, Run, markdown, read_result, show
+from molora_jax.training import NonFiniteLossError
 
 __all__ = ["Claim", "Run", "config_gin", "execute", "run_id", "table", "write_table"]
+
+ERROR_FILE = "error.txt"
+# What data, adapters, a base or a place that do not fit end in: a line says it. Of any other
+# exception the trace is shown, since it is a mistake in the code.
+OF_THE_USER = (ValueError, OSError, KeyError, FloatingPointError, NonFiniteLossError)
 
 
 def execute(
@@ -95,6 +103,7 @@ def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
     artifacts.write_atomically(path / "config.json", json.dumps(saved, indent=1) + "\n")
     artifacts.write_atomically(path / "config.gin", config_gin(name, config))
     run.write_result("running")
+    (path / ERROR_FILE).unlink(missing_ok=True)  # an earlier try's
     logging.info("%s: started in %s", name, path)
     begun = time.perf_counter()
     # SIGTERM raises KeyboardInterrupt like SIGINT does; only the main thread may say so.
@@ -112,7 +121,17 @@ def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
         return "stopped"
     except Exception as error:
         run.write_result("failed", error=f"{type(error).__name__}: {error}")
-        logging.exception("%s: failed", path)
+        trace = "".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace")
+        artifacts.write_atomically(path / ERROR_FILE, trace.decode())
+        if isinstance(error, OF_THE_USER):
+            # A KeyError's message is the key alone.
+            kind = "KeyError: " if isinstance(error, KeyError) else ""
+            said = registry.one_line(f"{kind}{error}").rstrip(".")
+            print(
+                f"{name} failed: {said}; the traceback is in {path / ERROR_FILE}", file=sys.stderr
+            )
+        else:
+            logging.exception("%s: failed", path)
         return "failed"
     finally:
         if in_main_thread:

@@ -6,7 +6,7 @@ import math
 import numbers
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -14,7 +14,7 @@ from absl import logging
 
 from experiments import artifacts, registry
 from experiments.provenance import environment
-from molora_jax.adapters.folders import new_folder
+from molora_jax.adapters.folders import check_folder, new_folder
 
 T = TypeVar("T")
 Number = float | int | None
@@ -204,6 +204,20 @@ class Run:
                 kept.append(text)
                 self._last_step[line["phase"]] = line["step"]
         artifacts.write_atomically(self._metrics_path, "".join(f"{line}\n" for line in kept))
+
+
+def check_out(out: str, owned: Set[str]) -> None:
+    """Refuses, before anything is trained, a place to which `deliver` could not copy.
+
+    owned  the names that a copy there would have, so that an earlier one may be replaced
+
+    Raises ValueError with what is in the way.
+    """
+    try:
+        if out:
+            check_folder(out, owned=owned, overwrite=True)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"Config.out: {error}") from None
 
 
 def deliver(made: pathlib.Path, out: str) -> None:

@@ -4,14 +4,18 @@ import dataclasses
 import json
 import pathlib
 import re
+from collections.abc import Sequence
+from typing import Any
 
 from experiments.registry import check_config, place
-from experiments.run_folder import deliver
+from experiments.run_folder import check_out, deliver
 from molora_jax.adapters import Adapter, AdapterBank, AdapterCard, load_adapter, save_adapter
+from molora_jax.adapters.peft_folder import PEFT_FILES
 from molora_jax.models import base_digest, load_base
 from molora_jax.models.digest import file_digest
 from molora_jax.training import (
     AdapterTrainConfig,
+    TrainConfig,
     base_arm,
     evaluate,
     read_windows,
@@ -20,10 +24,13 @@ from molora_jax.training import (
 )
 from molora_jax.training.adapter_checkpoint import load_start, start_settings
 
+OF_THE_ADAPTER = ("rank", "alpha", "use_rslora", "projections")  # where one is gone on from
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(AdapterTrainConfig):
-    """What is trained on what; steps, lr, rank and so on are AdapterTrainConfig's.
+class Config(TrainConfig):
+    """What is trained on what; steps, lr and so on are TrainConfig's, the last four fields
+    AdapterTrainConfig's, and where None is given they have its defaults.
 
     base            base model: a name, a folder or a .gguf file
     data            JSON lines, each with `text`, or `messages` for the chat template
@@ -32,7 +39,7 @@ class Config(AdapterTrainConfig):
     seq_len         tokens of a row
     name            the adapter's label, and the name of its folder in the run's own
     init_from       an adapter to go on from, a PEFT folder or a training checkpoint: rank, alpha,
-                    use_rslora and projections are then its own, and may be left out
+                    use_rslora and projections are then its own: left out, or given the same
     out             another folder to copy the adapter to
     """
 
@@ -45,6 +52,10 @@ class Config(AdapterTrainConfig):
     init_from: str = place()
     checkpoint_every: int = 20
     out: str = place()
+    rank: int | None = None
+    alpha: float | None = None
+    projections: Sequence[str] | None = None
+    use_rslora: bool | None = None
 
     def __post_init__(self):
         check_config(self)
@@ -63,27 +74,52 @@ class Config(AdapterTrainConfig):
             path = getattr(self, field)
             if path and not pathlib.Path(path).is_file():
                 raise ValueError(f"Config.{field} = {path!r}: there is no such file")
+        self._resolve()
+        try:
+            self.training()
+        except ValueError as error:
+            raise ValueError(str(error).replace("AdapterTrainConfig.", "Config.")) from None
+        check_out(self.out, PEFT_FILES)
 
-    def training(self, start: Adapter | None = None) -> AdapterTrainConfig:
-        """The part that training reads: a checkpoint does not depend on where results go.
+    def training(self) -> AdapterTrainConfig:
+        """The part that training reads: a checkpoint does not depend on where results go."""
+        names = [field.name for field in dataclasses.fields(AdapterTrainConfig)]
+        return AdapterTrainConfig(**{name: getattr(self, name) for name in names})
 
-        Raises ValueError where a setting was given that is not that of the adapter to start from.
+    def _resolve(self) -> None:
+        """Puts the values that hold in place of None; a run's id and config.json then show them.
+
+        Raises ValueError where a value was given that is not that of the adapter to start from.
         """
-        fields = dataclasses.fields(AdapterTrainConfig)
-        values = {field.name: getattr(self, field.name) for field in fields}
-        defaults = {field.name: field.default for field in fields}
-        for name, own in (start_settings(start) if start else {}).items():
-            if values[name] not in (own, defaults[name]):
+        own = self._own_settings()
+        for field in dataclasses.fields(AdapterTrainConfig):
+            if field.name not in OF_THE_ADAPTER:
+                continue
+            value, given = own.get(field.name, field.default), getattr(self, field.name)
+            if given is None or (own and _same(given, value)):
+                object.__setattr__(self, field.name, value)
+            elif own:
                 raise ValueError(
-                    f"Config.{name} = {values[name]!r}, but the adapter of Config.init_from has "
-                    f"{own!r}: set it to that, or leave it out"
+                    f"Config.{field.name} = {given!r}, but the adapter of Config.init_from has "
+                    f"{value!r}: set it to that, or leave it out"
                 )
-            values[name] = own
-        return AdapterTrainConfig(**values)
+
+    def _own_settings(self) -> dict[str, Any]:
+        """Those of the adapter to start from; empty without one."""
+        try:
+            start = self.start()
+            return start_settings(start) if start else {}
+        except (ValueError, OSError) as error:
+            raise ValueError(f"Config.init_from = {self.init_from!r}: {error}") from None
 
     def start(self) -> Adapter | None:
         """The adapter to go on from, where one is named."""
         return load_start(self.init_from) if self.init_from else None
+
+
+def _same(given: Any, own: Any) -> bool:
+    """Projections are a set: training has an order of its own."""
+    return set(given) == set(own) if isinstance(own, tuple) else given == own
 
 
 def digests(config: Config) -> dict[str, str]:
@@ -91,7 +127,6 @@ def digests(config: Config) -> dict[str, str]:
     files = {"data": config.data, "heldout": config.heldout}
     found = {name: file_digest(path) for name, path in files.items() if path}
     if start := config.start():
-        config.training(start)  # refuses settings that are not its own before anything begins
         found["start"] = start.digest
     return {**found, "base": base_digest(config.base)}
 
@@ -107,8 +142,7 @@ def main(config: Config, run) -> None:
 
     data, data_report = windows(config.data)
 
-    start = config.start()
-    training = config.training(start)
+    start, training = config.start(), config.training()
 
     def make(folder):
         adapter, _ = train_adapter(

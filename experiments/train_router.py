@@ -4,8 +4,9 @@ import dataclasses
 import pathlib
 
 from experiments.registry import check_config, place, repeated
-from experiments.run_folder import deliver
+from experiments.run_folder import check_out, deliver
 from molora_jax.adapters import AdapterBank, Composition, load_adapter
+from molora_jax.adapters.composition_record import ADAPTERS_FOLDER, RECORD_FILE, ROUTER_FILE
 from molora_jax.models import base_digest, load_base
 from molora_jax.models.digest import file_digest
 from molora_jax.training import (
@@ -63,6 +64,7 @@ class Config(RouterTrainConfig):
         for path in (*self.data, *self.heldout):
             if not pathlib.Path(path).is_file():
                 raise ValueError(f"Config.data or heldout names {path!r}: there is no such file")
+        check_out(self.out, {ROUTER_FILE, RECORD_FILE, ADAPTERS_FOLDER})
 
     def training(self) -> RouterTrainConfig:
         """The part that training reads: a checkpoint does not depend on where results go."""

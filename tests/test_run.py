@@ -12,6 +12,7 @@ from absl.testing import flagsaver
 
 import run
 from experiments import registry
+from molora_jax.training import NonFiniteLossError
 from tests.experiments import toy
 
 ROOT = pathlib.Path(run.__file__).parent
@@ -98,6 +99,7 @@ def test_exit_codes_of_the_program(arguments, code, said, tmp_path):
         (["--rerunn"], "did you mean --rerun"),
         (["--scale=tinny"], "tiny|cpu|paper"),
         (["--seed=x"], "--seed=x"),
+        (["--exp=toy"], "did you mean --experiment"),
         (["toy"], "write --name=value"),
         (["--scale=paper"], "has no --scale=paper"),
         (["--sweep=rate"], "did you mean rates?"),
@@ -142,6 +144,86 @@ def test_misuse_leaves_with_2_and_starts_nothing(call, capsys, arguments, said):
     assert (code, results) == (2, [])
     words = capsys.readouterr().err
     assert said in words and len(words) < 1500 and len(words.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("learnig_rate", "lr?"),
+        ("learning_rate", "lr?"),
+        ("r", "rank?"),
+        ("lora_alpha", "alpha?"),
+        ("num_steps", "steps?"),
+        ("max_seq_lenght", "seq_len?"),
+        ("target_modules", "projections?"),
+        ("per_device_batch_size", "batch_size?"),
+        ("gradient_accumulation_steps", "accumulate?"),
+        ("ranks", "rank?"),
+    ],
+)
+def test_the_usual_name_of_a_field_leads_to_ours(capsys, name, said):
+    with flagsaver.flagsaver():
+        binding = f"--gin_bindings=train_adapter.Config.{name}=1"
+        run.parse_flags(["run.py", "--experiment=train_adapter", binding])
+        with pytest.raises(SystemExit) as stop:
+            run.main([])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith(f"did you mean train_adapter.Config.{said}\n")
+
+
+def test_a_usual_name_is_no_hint_where_the_config_has_no_such_field():
+    module = registry.EXPERIMENTS["train_router"].load()
+    assert "rank" not in run._nearest_fields("train_router.Config.lora_r", module, "train_router")
+    fields = {
+        field.name
+        for name in registry.EXPERIMENTS
+        for field in dataclasses.fields(registry.EXPERIMENTS[name].load().Config)
+    }
+    assert set(run.USUAL_NAMES.values()) <= fields
+    assert not set(run.USUAL_NAMES) & fields
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("line 3 of\nx.jsonl"), "toy failed: line 3 of x.jsonl; the traceback is in "),
+        (KeyError("text"), "toy failed: KeyError: 'text'; the"),
+        (FileNotFoundError("no x"), "toy failed: no x; the"),
+        (FloatingPointError("nan"), "toy failed: nan; the"),
+        (NonFiniteLossError("after step 3."), "toy failed: after step 3; the"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_and_its_trace_a_file(call, capsys, monkeypatch, error, said):
+    def main(config, run):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(toy, "main", main)
+        code, (result,) = call()
+    assert code == 1
+    assert json.loads(result.read_text())["status"] == "failed"
+    words = capsys.readouterr().err
+    file = result.parent / "error.txt"
+    assert words.startswith(said) and words.endswith(f" traceback is in {file}\n")
+    assert words.count("\n") == 1
+    assert file.read_text().startswith("Traceback (most recent call last)")
+    assert call()[0] == 0
+    assert not file.exists(), "of an earlier try"
+
+
+def test_a_workdir_that_cannot_be_made_is_a_misuse(call, capsys, tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    assert call()[0] == 2
+    assert "--workdir=" in capsys.readouterr().err
+
+
+def test_a_mistake_in_the_code_shows_its_trace(call, caplog, monkeypatch):
+    def main(config, run):
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(toy, "main", main)
+    assert call()[0] == 1
+    assert "Traceback" in caplog.text
 
 
 def test_a_gin_file_imports_nothing_but_the_project(call, capsys, tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+MAX_SEED = 2**32 - 1  # what jax.random and numpy take alike
 DTYPES = ("float32", "bfloat16", "float16")
 _BASE = "base model: a folder in Hugging Face's layout, a .gguf file, org/name, or smollm2-135m"
 
@@ -59,7 +60,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    """What an adapter, a composition or a training checkpoint holds, and whether it would load."""
+    """What an adapter, composition or checkpoint holds, and whether it would load (exit code 0)."""
     parser.add_argument("path", help="its folder, or org/name of an adapter in the hub's cache")
     parser.add_argument("--base", metavar="NAME", help=f"compare with a {_BASE}")
     _json(parser)
@@ -114,7 +115,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy, the default")
     parser.add_argument("--top_p", type=float, default=1.0, help="(%(default)s)")
     parser.add_argument("--top_k", type=int, default=0, help="0 is all tokens, the default")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (%(default)s)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of sampling (%(default)s)")
     parser.add_argument("--stop", nargs="+", action="extend", default=[], metavar="TEXT",
                         help="end an answer before one of these")  # fmt: skip
     _json(parser)
@@ -155,6 +156,10 @@ def named_paths(items: Sequence[str]) -> dict[str, str]:
 
 def _whole(text: str) -> int:
     return _checked(text, int, lambda value: value >= 1, "a whole number of at least 1")
+
+
+def _seed(text: str) -> int:
+    return _checked(text, int, lambda seed: 0 <= seed <= MAX_SEED, f"a seed from 0 to {MAX_SEED}")
 
 
 def _checked(text: str, read: Callable, fits: Callable[[Any], bool], expected: str) -> Any:

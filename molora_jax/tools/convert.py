@@ -20,7 +20,7 @@ PEFT, CHECKPOINT = "peft", "checkpoint"
 
 def run(args: argparse.Namespace) -> int:
     """Converts, says what went in, came out and was left out, and returns 0."""
-    check_free(args.out, overwrite=args.overwrite)
+    check_free(args.out, overwrite=args.overwrite, sources=[args.source])
     source = Path(args.source).expanduser()
     kind = PEFT if find_checkpoints(source) is None else CHECKPOINT
     changed = args.max_rank is not None or args.dtype is not None

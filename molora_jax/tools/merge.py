@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         raise Misuse("--rank is of an adapter, and with --base a model is written: leave one out")
     if not args.base and args.dtype is not None:
         raise Misuse("--dtype is of a model: give --base, or see 'convert --dtype' for adapters")
-    check_free(args.out, overwrite=args.overwrite)
+    check_free(args.out, overwrite=args.overwrite, sources=paths.values())
     base = load_base(args.base) if args.base else None
     loaded = [
         load_adapter(path, name=name, config=base and base.config, base_name=base and base.name)
@@ -159,7 +159,10 @@ def _compare(
     )
     for each in adapters:
         bank.load(each)
-    tokens = jnp.asarray([base.tokenizer.encode(_TEXT)[: base.config.max_positions]])
+    # A tokenizer may have more ids than the base; a look-up of those gives NaN for any weights.
+    size = base.config.vocab_size
+    ids = [each for each in base.tokenizer.encode(_TEXT) if each < size] or [*range(min(size, 32))]
+    tokens = jnp.asarray([ids[: base.config.max_positions]])
     slots = np.array([bank.slot_of(each.name) for each in adapters])
     gates = np.array([weights[each.name] for each in adapters], np.float32)
     shape = (*tokens.shape, len(adapters))

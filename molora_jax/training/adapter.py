@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from molora_jax.adapters import PROJECTIONS, Adapter, TrainableAdapter, init_adapter
+from molora_jax.hub import hub_name
 from molora_jax.models import BaseModel, params_digest
 from molora_jax.models.decoder import Decoder
 from molora_jax.routing import SequenceRouter
@@ -45,7 +46,7 @@ def train_adapter(
     )
     # Of a path only its last part: the adapter travels, the folders of this machine do not.
     path = Path(base.name).expanduser()
-    base_name = path.name if path.exists() else base.name
+    base_name = path.name if path.exists() else hub_name(base.name)
     identity = {"base": base.digest}
     if start is None:
         first = init_adapter(

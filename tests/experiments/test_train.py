@@ -3,12 +3,20 @@
 import json
 import pathlib
 
+import jax
 import pytest
 
 import run as command_line
 from experiments import results, train_adapter, train_router
-from molora_jax.adapters import Composition, load_adapter
+from molora_jax.adapters import (
+    PROJECTIONS,
+    Composition,
+    init_adapter,
+    load_adapter,
+    save_adapter,
+)
 from molora_jax.models import load_base
+from molora_jax.training import AdapterTrainConfig
 
 TEXTS = {
     "code": "def add_{i}(x):\n    return x + {i}\n",
@@ -65,7 +73,7 @@ def test_adapters_then_a_router_over_them(files, tmp_path, monkeypatch):
         assert metrics["last_loss"] == lines[-1]["loss"]
         assert metrics["heldout_adapter"] < metrics["heldout_base"]
         adapter, _ = load_adapter(out)
-        assert adapter.rank == 2
+        assert adapter.rank == 8
         assert any(pair.b.any() for pair in adapter.modules.values())
         folders.append(str(out))
 
@@ -92,16 +100,8 @@ def test_a_finished_run_is_copied_to_where_the_next_config_wants_it(files, tmp_p
     # Someone's own files are not replaced.
     outs[2].mkdir()
     (outs[2] / "thesis.tex").touch()
-    config = train_adapter.Config(**_tiny(train_adapter) | values | {"out": str(outs[2])})
-    status, _ = results.execute(
-        "train_adapter",
-        train_adapter,
-        config,
-        train_adapter.digests(config),
-        scale="tiny",
-        workdir=tmp_path,
-    )
-    assert status == "failed"
+    with pytest.raises(ValueError, match=r"Config\.out: .*'thesis\.tex'"):
+        execute(train_adapter, tmp_path, out=str(outs[2]), **values)
     assert [each.name for each in outs[2].iterdir()] == ["thesis.tex"]
 
 
@@ -162,3 +162,96 @@ def test_train_router_names_an_adapter_that_is_not_there(files):
     config = train_router.Config(base="tiny-random", adapters=("no/a", "no/b"), data=data)
     with pytest.raises(ValueError, match="no/a"):
         train_router.digests(config)
+
+
+@pytest.mark.parametrize("module", [train_adapter, train_router])
+def test_an_out_that_cannot_be_written_is_refused_before_training(files, tmp_path, module):
+    file, foreign = tmp_path / "a_file", tmp_path / "foreign"
+    foreign.mkdir()
+    for path in (file, foreign / "thesis.tex"):
+        path.write_text("years")
+    data = str(files["code"])
+    values = {
+        train_adapter: {"data": data},
+        train_router: {"data": (data, data), "adapters": ("a", "b")},
+    }[module]
+    for out, said in (
+        (file, "is a file"),
+        (file / "deeper/x", "a_file is no folder"),
+        (foreign, "thesis.tex"),
+        ("/proc/nope/x", "no folder can be made in /proc"),
+    ):
+        with pytest.raises(ValueError, match=r"Config\.out: ") as caught:
+            module.Config(**values, out=str(out))
+        assert said in str(caught.value)
+    module.Config(**values, out=str(tmp_path / "new/x"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a_file", "foreign"]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> str:
+    """An adapter of rank 2 with rsLoRA on two projections."""
+    base = load_base("tiny-random")
+    trainable = init_adapter(
+        base.config,
+        rank=2,
+        alpha=5.0,
+        projections=("q_proj", "down_proj"),
+        rng=jax.random.key(3),
+        use_rslora=True,
+    )
+    folder = tmp_path_factory.mktemp("start") / "mine"
+    save_adapter(trainable.to_adapter("mine", base_name="tiny-random"), folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rank": 8}, "Config.rank = 8, but the adapter of Config.init_from has 2"),
+        ({"alpha": 16.0}, "Config.alpha = 16.0"),
+        ({"use_rslora": False}, "Config.use_rslora = False"),
+        ({"projections": PROJECTIONS}, "Config.projections"),
+        ({"projections": ()}, "Config.projections"),
+    ],
+)
+def test_a_setting_that_is_not_the_adapters_is_refused_also_where_it_is_the_default(
+    files, start, values, said
+):
+    with pytest.raises(ValueError, match="set it to that, or leave it out") as caught:
+        train_adapter.Config(data=str(files["code"]), init_from=start, **values)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"rank": 2, "alpha": 5, "use_rslora": True},
+        {"projections": ["down_proj", "q_proj"]},
+    ],
+)
+def test_settings_left_out_or_the_same_are_the_adapters(files, start, values):
+    given = _tiny(train_adapter) | {"data": str(files["code"]), "init_from": start}
+    config, plain = train_adapter.Config(**given | values), train_adapter.Config(**given)
+    assert (config.rank, config.alpha, config.use_rslora) == (2, 5.0, True)
+    assert config.training().projections == ("q_proj", "down_proj")
+    assert results.run_id("x", config, {}) == results.run_id("x", plain, {})
+
+
+def test_without_a_start_what_is_left_out_is_the_default(files):
+    data = str(files["code"])
+    config, default = train_adapter.Config(data=data), AdapterTrainConfig()
+    for name in train_adapter.OF_THE_ADAPTER:
+        assert getattr(config, name) == getattr(default, name)
+    spelt = train_adapter.Config(data=data, rank=8, alpha=16, projections=PROJECTIONS)
+    assert results.run_id("x", spelt, {}) == results.run_id("x", config, {})
+
+
+def test_a_start_that_is_no_adapter_is_refused_wherever_it_fails(files, tmp_path):
+    composition = tmp_path / "composition"
+    composition.mkdir()
+    (composition / "molora.json").write_text("{}")
+    for path in ("nowhere", str(composition)):
+        with pytest.raises(ValueError, match=r"Config\.init_from = "):
+            train_adapter.Config(data=str(files["code"]), init_from=path)
