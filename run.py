@@ -129,6 +129,8 @@ def main(
 ) -> int:
     """Runs what the flags ask for; returns the exit code."""
     del argv  # parse_flags has refused what is no flag
+    # It tells of every kind of device that is not here.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     if _LIST.value:
         print("\n".join(registry.lines(entries)))
         return 0

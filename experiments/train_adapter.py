@@ -80,6 +80,10 @@ class Config(TrainConfig):
         except ValueError as error:
             raise ValueError(str(error).replace("AdapterTrainConfig.", "Config.")) from None
         check_out(self.out, PEFT_FILES)
+        if self.out and self.init_from and _resolved(self.out) == _resolved(self.init_from):
+            raise ValueError(
+                f"Config.out = {self.out!r} is what init_from reads: name another folder"
+            )
 
     def training(self) -> AdapterTrainConfig:
         """The part that training reads: a checkpoint does not depend on where results go."""
@@ -115,6 +119,10 @@ class Config(TrainConfig):
     def start(self) -> Adapter | None:
         """The adapter to go on from, where one is named."""
         return load_start(self.init_from) if self.init_from else None
+
+
+def _resolved(path: str) -> pathlib.Path:
+    return pathlib.Path(path).expanduser().resolve()
 
 
 def _same(given: Any, own: Any) -> bool:
@@ -174,7 +182,7 @@ def main(config: Config, run) -> None:
     card = AdapterCard(
         base=config.base,
         data=pathlib.Path(config.data).name,
-        command="python run.py --experiment=train_adapter",
+        command=_command(config),
         metrics=metrics,
     )
     save_adapter(adapter, made, card=card, overwrite=True)
@@ -196,3 +204,16 @@ def _losses(path: pathlib.Path) -> list[float]:
     """Training losses in the order of their steps."""
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     return [line["loss"] for line in lines if line["phase"] == "adapter"]
+
+
+def _command(config: Config) -> str:
+    """What makes such an adapter again. Of files it has the names alone, for it travels with it."""
+    words = ["python run.py --experiment=train_adapter"]
+    for field in dataclasses.fields(Config):
+        value = getattr(config, field.name)
+        if field.name == "out" or value == field.default:
+            continue
+        if field.name in ("base", "data", "heldout", "init_from") and pathlib.Path(value).exists():
+            value = pathlib.Path(value).name
+        words.append(f'--gin_bindings="train_adapter.Config.{field.name}={value!r}"')
+    return " \\\n  ".join(words)

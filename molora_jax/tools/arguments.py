@@ -116,8 +116,8 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top_p", type=float, default=1.0, help="(%(default)s)")
     parser.add_argument("--top_k", type=int, default=0, help="0 is all tokens, the default")
     parser.add_argument("--seed", type=_seed, default=0, help="of sampling (%(default)s)")
-    parser.add_argument("--stop", nargs="+", action="extend", default=[], metavar="TEXT",
-                        help="end an answer before one of these")  # fmt: skip
+    parser.add_argument("--stop", nargs="+", type=_not_empty, action="extend", default=[],
+                        metavar="TEXT", help="end an answer before one of these")  # fmt: skip
     _json(parser)
 
 
@@ -156,6 +156,10 @@ def named_paths(items: Sequence[str]) -> dict[str, str]:
 
 def _whole(text: str) -> int:
     return _checked(text, int, lambda value: value >= 1, "a whole number of at least 1")
+
+
+def _not_empty(text: str) -> str:
+    return _checked(text, str, bool, "a text")
 
 
 def _seed(text: str) -> int:

@@ -137,7 +137,8 @@ def trainable_of(adapter: Adapter) -> TrainableAdapter:
     if missing:
         raise ValueError(
             f"adapter {adapter.name!r} has no weights for {len(missing)} modules that training "
-            f"would have: {shortened(missing)}. Training adapts a projection in every layer"
+            f"would have: {shortened(missing)}. Training adapts a projection in every layer; the "
+            "PEFT folder serves as it is"
         )
     ranks = {module: pair.rank for module, pair in adapter.modules.items()}
     scales = {module: pair.scale for module, pair in adapter.modules.items()}
@@ -145,7 +146,7 @@ def trainable_of(adapter: Adapter) -> TrainableAdapter:
         if len(set(values.values())) > 1:
             raise ValueError(
                 f"adapter {adapter.name!r} has several {what}: {_examples(values)}. Training has "
-                "one for all modules"
+                "one for all modules; the PEFT folder serves as it is"
             )
     rank, scale = adapter.rank, next(iter(scales.values()))
     first = adapter.config.get("use_rslora") is True

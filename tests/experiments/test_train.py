@@ -65,6 +65,9 @@ def test_adapters_then_a_router_over_them(files, tmp_path, monkeypatch):
             steps=4,
             lr=1e-2,
         )
+        card = (out / "README.md").read_text()
+        assert f"train_adapter.Config.data='{name}.jsonl'" in card  # and not where it lay
+        assert "train_adapter.Config.steps=4" in card and str(tmp_path) not in card
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         assert [(line["phase"], line["step"]) for line in lines] == [
             ("adapter", step) for step in range(4)
@@ -221,6 +224,11 @@ def test_a_setting_that_is_not_the_adapters_is_refused_also_where_it_is_the_defa
     with pytest.raises(ValueError, match="set it to that, or leave it out") as caught:
         train_adapter.Config(data=str(files["code"]), init_from=start, **values)
     assert said in str(caught.value)
+
+
+def test_an_adapter_is_not_written_over_its_start(files, start):
+    with pytest.raises(ValueError, match="is what init_from reads"):
+        train_adapter.Config(data=str(files["code"]), init_from=start, out=start)
 
 
 @pytest.mark.parametrize(

@@ -134,3 +134,8 @@ def test_warnings_of_an_adapter_are_shown(tool, base, tmp_path):
 
 def test_only_must_name_an_arm(tool):
     assert tool("generate", "--base", BASE, "--prompt", "x", "--only", ",").code == 2
+
+
+def test_an_empty_stop_text_is_a_misuse(tool):
+    argv = ("generate", "--base", BASE, "--prompt", "x", "--stop")
+    assert tool(*argv, "").code == 2
