@@ -3,6 +3,7 @@
 from molora_jax.adapters.adapter import Adapter, LoraPair
 from molora_jax.adapters.bank import AdapterBank, Occupant
 from molora_jax.adapters.composition import Composition
+from molora_jax.adapters.hot_set import HotSet, Lease, Version
 from molora_jax.adapters.names import PROJECTIONS
 from molora_jax.adapters.peft_folder import PeftFolder, read_peft_folder
 from molora_jax.adapters.peft_load import load_adapter
@@ -18,11 +19,14 @@ __all__ = [
     "AdapterCard",
     "AdapterStack",
     "Composition",
+    "HotSet",
+    "Lease",
     "LoadReport",
     "LoraPair",
     "Occupant",
     "PeftFolder",
     "TrainableAdapter",
+    "Version",
     "init_adapter",
     "load_adapter",
     "read_peft_folder",

@@ -15,14 +15,27 @@ from absl import logging
 from jaxtyping import Int
 
 from molora_jax.adapters.adapter import Adapter, BaseShape
-from molora_jax.adapters.names import PROJECTIONS, check_label, nearest, split_module
+from molora_jax.adapters.names import PROJECTIONS, check_label, nearest
 from molora_jax.adapters.peft_load import load_adapter
 from molora_jax.adapters.report import LoadReport
+from molora_jax.adapters.slot_format import (
+    HostSlot,
+    SlotFormat,
+    Stacks,
+    StagedAdapter,
+    check_positive,
+    readable_size,
+    zeros,
+)
 from molora_jax.adapters.stack import AdapterStack
 
-Stacks = dict[str, AdapterStack]
-# One slot on the host: (lora_a (L, R, D), lora_b (L, R, F), ranks (L,)) per projection.
-HostSlot = dict[str, tuple[np.ndarray, ...]]
+
+class BankFull(ValueError):
+    """No slot can be had now; one may be once a request ends or a pin is taken off."""
+
+
+class SlotInUse(ValueError):
+    """The slot is held by requests and must not change under them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +61,17 @@ class AdapterBank:
     an argument is compiled once. Rank tails and modules an adapter lacks are zero.
 
     config       the base model's config: number of layers, sizes of the projections
-    num_slots    K
+    num_slots    K; or instead
+    memory_budget  bytes of device memory: K is as many slots as it holds
     max_rank     R
     projections  any of PROJECTIONS
     dtype        of every weight in the bank, whatever the files hold, so that the order of loading
                  cannot matter: float32 (default), bfloat16 or float16. The scale is folded in
                  float32 before the one rounding.
     base_name    the base's name: a PEFT folder that names another base is loaded with a warning
+
+    A slot that requests hold (`hold`, `release`) or that is pinned is never rewritten. One of the
+    others, the least recently used, makes room where a load may `evict`.
 
     A write gives the old buffers back to the device (donation): take `bank.stacks` anew for every
     step, since a reference kept from before a load is deleted and says so when used.
@@ -64,89 +81,182 @@ class AdapterBank:
         self,
         config: BaseShape,
         *,
-        num_slots: int,
+        num_slots: int | None = None,
+        memory_budget: int | None = None,
         max_rank: int,
         projections: Sequence[str] = PROJECTIONS,
         dtype: jax.typing.DTypeLike = jnp.float32,
         base_name: str | None = None,
     ):
-        for name, value in (("num_slots", num_slots), ("max_rank", max_rank)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; expected a positive integer")
-        unknown = [name for name in projections if name not in PROJECTIONS]
-        if unknown or not projections or isinstance(projections, str):
+        self.config, self.base_name = config, base_name
+        self.format = SlotFormat.of(config, max_rank=max_rank, projections=projections, dtype=dtype)
+        if (num_slots is None) == (memory_budget is None):
             raise ValueError(
-                f"projections is {projections!r}; expected a list of some of "
-                f"{', '.join(PROJECTIONS)}"
+                f"num_slots is {num_slots} and memory_budget {memory_budget}: give one of them"
             )
-        self.dtype = np.dtype(dtype)
-        if self.dtype.name not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype is {self.dtype}; expected float32, bfloat16 or float16")
-        self.config, self.num_slots, self.max_rank = config, num_slots, max_rank
-        self.base_name = base_name
-        self.projections = tuple(name for name in PROJECTIONS if name in projections)
-        self._occupants: list[Occupant | None] = [None] * num_slots
+        if memory_budget is not None:
+            check_positive("memory_budget", memory_budget)
+            num_slots = memory_budget // self.bytes_per_slot
+            if not num_slots:
+                raise ValueError(
+                    f"memory_budget is {readable_size(memory_budget)}; one slot of rank {max_rank} "
+                    f"in {self.dtype.name} takes {readable_size(self.bytes_per_slot)}. Give more, "
+                    "lower max_rank, or name fewer projections"
+                )
+        self.num_slots = check_positive("num_slots", num_slots)
+        self._occupants: list[Occupant | None] = [None] * self.num_slots
+        self._holds, self._pinned = [0] * self.num_slots, [False] * self.num_slots
+        self._last_used, self._clock = [0] * self.num_slots, 0
         self._next_id = 0
+        logging.info("allocating %s", str(self).splitlines()[0])
         self.stacks: Stacks = {
-            name: AdapterStack(*(jnp.zeros(*each) for each in self._layout(name, num_slots)))
-            for name in self.projections
+            name: zeros(self.format.layout(name, self.num_slots)) for name in self.projections
         }
-        logging.info("%s", self)
+        self._layers: tuple[Stacks, ...] | None = None
+
+    @property
+    def layers(self) -> tuple[Stacks, ...]:
+        """The same weights in arrays of each layer's own, lora_a (K, R, D) and lora_b (K, R, F).
+
+        For an unrolled step on a CPU, where a slice of `stacks` inside it would copy every layer.
+        Made when first asked for and written along from then on; memory holds both.
+        """
+        if self._layers is None:
+            self._layers = split_layers(self.stacks)
+        return self._layers
+
+    @property
+    def max_rank(self) -> int:
+        """R."""
+        return self.format.max_rank
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Those that the bank holds, in the order of PROJECTIONS."""
+        return self.format.projections
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of every weight."""
+        return self.format.dtype
 
     @property
     def bytes_per_slot(self) -> int:
         """Device memory of one slot, taken at creation whether or not it is used."""
-        sizes = (self.config.projection_sizes()[name] for name in self.projections)
-        per_layer = sum(self.max_rank * (D + F) * self.dtype.itemsize + 4 for D, F in sizes)
-        return self.config.num_layers * per_layer
+        return self.format.num_bytes
+
+    def stage(self, adapter: Adapter | str | Path, *, name: str | None = None) -> StagedAdapter:
+        """Checks an adapter, or the PEFT folder at a path, and prepares its slot on the host.
+
+        Raises ValueError where it does not fit (rank, projections, base, non-finite weights).
+        Touches nothing of the bank, so that it may run beside it in another thread.
+        """
+        adapter, report = self._read(adapter, name)
+        return StagedAdapter(adapter, report, self.format.content(adapter, report.name))
 
     def load(
-        self, adapter: Adapter | str | Path, *, name: str | None = None, slot: int | None = None
+        self,
+        adapter: Adapter | StagedAdapter | str | Path,
+        *,
+        name: str | None = None,
+        slot: int | None = None,
+        evict: bool = False,
+        transferred: Stacks | None = None,
     ) -> LoadReport:
         """Puts an adapter, or the PEFT folder at a path, into `slot` or the first free one.
 
-        Raises ValueError, leaving the bank as it was, where it does not fit (rank, projections,
-        base, non-finite weights), where no slot is free, or where the name or the very same content
-        is there already: `replace` swaps.
+        evict        where no slot is free, takes that of the least recently used adapter that is
+                     neither held nor pinned
+        transferred  of a staged adapter, what its `transfer` returned
+
+        Raises, leaving the bank as it was: BankFull where no slot can be had; ValueError where the
+        adapter does not fit (`stage`), or where the name or the very same content is there already:
+        `replace` swaps.
         """
-        adapter, report = self._read(adapter, name)
-        self._refuse_double(report.name, adapter.digest)
+        staged = self._staged(adapter, name)
+        self._refuse_double(staged.name, staged.digest)
         if slot is None:
-            slot = next((i for i, each in enumerate(self._occupants) if each is None), None)
-            if slot is None:
-                raise ValueError(
-                    f"adapter {report.name!r}: the bank is full ({self.num_slots} slots: "
-                    f"{self._names()}). Unload or replace one, or create the bank with a larger "
-                    f"num_slots (+{_size(self.bytes_per_slot)} each)"
-                )
+            slot = self._slot_for(staged.name, evict=evict)
         elif not 0 <= slot < self.num_slots:
             raise ValueError(f"slot is {slot}; the bank has slots 0..{self.num_slots - 1}")
         elif (occupant := self._occupants[slot]) is not None:
             raise ValueError(
-                f"adapter {report.name!r}: slot {slot} holds {occupant.name!r}. Use "
+                f"adapter {staged.name!r}: slot {slot} holds {occupant.name!r}. Use "
                 f"replace({occupant.name!r}, ...), unload it first, or leave slot out"
             )
-        return self._put(slot, adapter, report)
+        return self._put(slot, staged, transferred)
 
     def replace(
-        self, key: str, adapter: Adapter | str | Path, *, name: str | None = None
+        self,
+        key: str,
+        adapter: Adapter | StagedAdapter | str | Path,
+        *,
+        name: str | None = None,
     ) -> LoadReport:
         """Puts an adapter into the slot of another, named by `key` (a name or digest).
 
         It takes the old one's name unless `name` is given; router columns follow digests, so a
-        column of the old adapter does not come to point at the new one.
+        column of the old adapter does not come to point at the new one. Raises SlotInUse where
+        requests hold the old one.
         """
         old = self.occupant(key)
-        adapter, report = self._read(adapter, old.name if name is None else name)
-        self._refuse_double(report.name, adapter.digest, but=old)
-        return self._put(old.slot, adapter, report)
+        staged = self._staged(adapter, old.name if name is None else name)
+        self._refuse_double(staged.name, staged.digest, but=old)
+        self._refuse_held(old)
+        return self._put(old.slot, staged, None)
 
     def unload(self, key: str) -> int:
-        """Empties the slot of a name or digest, and returns its index. Its weights become zero."""
-        slot = self.slot_of(key)
-        self._write(slot, self._empty())
-        self._occupants[slot] = None
-        return slot
+        """Empties the slot of a name or digest, and returns its index. Its weights become zero.
+
+        Raises SlotInUse where requests hold it.
+        """
+        occupant = self.occupant(key)
+        self._refuse_held(occupant)
+        self._write(occupant.slot, self.format.empty())
+        self._occupants[occupant.slot], self._pinned[occupant.slot] = None, False
+        return occupant.slot
+
+    def warm_up(self) -> None:
+        """Compiles the write of a slot, by writing an empty one anew."""
+        if None in self._occupants:
+            self._write(self._occupants.index(None), self.format.empty())
+
+    def hold(self, key: str) -> Occupant:
+        """One more request uses the adapter: until `release` its slot stays as it is."""
+        occupant = self.occupant(key)
+        self._holds[occupant.slot] += 1
+        self._use(occupant.slot)
+        return occupant
+
+    def release(self, occupant: Occupant) -> None:
+        """Ends one `hold`. Raises ValueError for one that was ended before."""
+        if self._occupants[occupant.slot] is not occupant or not self._holds[occupant.slot]:
+            raise ValueError(f"adapter {occupant.name!r} (slot {occupant.slot}) is not held")
+        self._holds[occupant.slot] -= 1
+        self._use(occupant.slot)
+
+    def holds(self, key: str) -> int:
+        """How many requests hold the adapter."""
+        return self._holds[self.slot_of(key)]
+
+    def pin(self, key: str) -> None:
+        """Keeps the adapter from being evicted; `unload` and `replace` still take it away."""
+        self._pinned[self.slot_of(key)] = True
+
+    def unpin(self, key: str) -> None:
+        """Takes the pin off; an adapter without one stays as it is."""
+        self._pinned[self.slot_of(key)] = False
+
+    @property
+    def evictable(self) -> tuple[Occupant, ...]:
+        """Who may make room, the least recently used first."""
+        idle = [e for e in self.list() if not self._holds[e.slot] and not self._pinned[e.slot]]
+        return tuple(sorted(idle, key=lambda each: self._last_used[each.slot]))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody lies in."""
+        return self._occupants.count(None)
 
     def list(self) -> tuple[Occupant, ...]:
         """Who is in the bank, by slot."""
@@ -182,7 +292,7 @@ class AdapterBank:
         lines = [
             f"adapter bank: {self.num_slots} slots of rank {self.max_rank} on "
             f"{', '.join(self.projections)}; {self.dtype.name}, "
-            f"{_size(self.bytes_per_slot)} a slot, {_size(total)} in all"
+            f"{readable_size(self.bytes_per_slot)} a slot, {readable_size(total)} in all"
         ]
         lines += [
             f"  {each.slot:>3}  {each.name}  rank {each.adapter.rank}  "
@@ -201,27 +311,8 @@ class AdapterBank:
             )
         name = adapter.name if name is None else check_label(name)
         report = dataclasses.replace(report, name=name, bank_dtype=self.dtype.name)
-        self._check(adapter, name)
+        self.format.check(adapter, name)
         return adapter, report
-
-    def _check(self, adapter: Adapter, name: str) -> None:
-        adapter.check_fits(self.config)
-        adapter.check_finite()
-        lacking = [p for p in adapter.projections if p not in self.projections]
-        if lacking:
-            raise ValueError(
-                f"adapter {name!r} adapts {', '.join(lacking)}, which this bank does not hold "
-                f"(bank.projections: {', '.join(self.projections)}). Create the bank with "
-                f"projections={(*self.projections, *lacking)}"
-            )
-        for module, pair in adapter.modules.items():
-            if pair.rank > self.max_rank:
-                more = self.bytes_per_slot * adapter.rank // self.max_rank - self.bytes_per_slot
-                raise ValueError(
-                    f"adapter {name!r}: rank {pair.rank} exceeds max_rank {self.max_rank} of the "
-                    f"bank ({module}). Create the bank with max_rank={adapter.rank} "
-                    f"(+{_size(more)} a slot), or train the adapter with r={self.max_rank}"
-                )
 
     def _refuse_double(self, name: str, digest: str, *, but: Occupant | None = None) -> None:
         for each in self.list():
@@ -238,57 +329,61 @@ class AdapterBank:
                     f"(sha256:{digest[:12]}). Use that one: router columns follow the content"
                 )
 
-    def _put(self, slot: int, adapter: Adapter, report: LoadReport) -> LoadReport:
-        self._write(slot, self._content(adapter, report.name))
-        report = dataclasses.replace(report, slot=slot)
-        self._occupants[slot] = Occupant(slot, self._next_id, report.name, adapter, report)
+    def _staged(self, adapter: Any, name: str | None) -> StagedAdapter:
+        if not isinstance(adapter, StagedAdapter):
+            return self.stage(adapter, name=name)
+        shapes = {p: tuple(array.shape for array in part) for p, part in adapter.content.items()}
+        mine = {p: tuple(shape for shape, _ in self.format.layout(p)) for p in self.projections}
+        if shapes != mine or adapter.report.bank_dtype != self.dtype.name:
+            raise ValueError(
+                f"adapter {adapter.name!r} was staged for a bank of other sizes or another dtype: "
+                "stage it with this one"
+            )
+        if name is None or name == adapter.name:
+            return adapter
+        report = dataclasses.replace(adapter.report, name=check_label(name))
+        return dataclasses.replace(adapter, report=report)
+
+    def _slot_for(self, name: str, *, evict: bool) -> int:
+        if None in self._occupants:
+            return self._occupants.index(None)
+        if evict and (idle := self.evictable):
+            return idle[0].slot
+        state = " and each is held by a request or pinned" if evict else ""
+        raise BankFull(
+            f"adapter {name!r}: the bank is full ({self.num_slots} slots: {self._names()}){state}. "
+            "Unload or replace one, or create the bank with a larger num_slots "
+            f"(+{readable_size(self.bytes_per_slot)} each)"
+        )
+
+    def _refuse_held(self, occupant: Occupant) -> None:
+        if count := self._holds[occupant.slot]:
+            raise SlotInUse(
+                f"adapter {occupant.name!r} in slot {occupant.slot} is in use by {count} "
+                "requests, which would go on with other weights. Wait until they end, or load the "
+                "new one under another name="
+            )
+
+    def _use(self, slot: int) -> None:
+        self._clock += 1
+        self._last_used[slot] = self._clock
+
+    def _put(self, slot: int, staged: StagedAdapter, transferred: Stacks | None) -> LoadReport:
+        self._write(slot, staged.content, transferred)
+        report = dataclasses.replace(staged.report, slot=slot)
+        self._occupants[slot] = Occupant(slot, self._next_id, report.name, staged.adapter, report)
         self._next_id += 1
+        self._use(slot)
         return report
 
-    def _content(self, adapter: Adapter, name: str) -> HostSlot:
-        """One whole slot, zeros included, so that nothing of its last tenant stays."""
-        content = self._empty()
-        for module, pair in adapter.modules.items():
-            layer, projection = split_module(module)
-            lora_a, lora_b, ranks = content[projection]
-            with np.errstate(over="ignore"):
-                lora_a[layer, : pair.rank] = pair.a
-                scaled = pair.b.astype(np.float32) * np.float32(pair.scale)
-                lora_b[layer, : pair.rank] = scaled.T
-            ranks[layer] = pair.rank
-            for written in (lora_a[layer], lora_b[layer]):
-                if not np.isfinite(written).all():
-                    raise ValueError(
-                        f"adapter {name!r}: {module} with scale {pair.scale:.6g} overflows "
-                        f"{self.dtype.name}. Create the bank with dtype=float32"
-                    )
-            if scaled.any() and not lora_b[layer].any():
-                raise ValueError(
-                    f"adapter {name!r}: lora_B of {module} with scale {pair.scale:.6g} is at most "
-                    f"{np.abs(scaled).max():.3g} and becomes all zero in {self.dtype.name}: the "
-                    "module would change nothing. Create the bank with dtype=float32"
-                )
-        return content
-
-    def _write(self, slot: int, content: HostSlot) -> None:
+    def _write(self, slot: int, content: HostSlot, transferred: Stacks | None = None) -> None:
+        if transferred is None:
+            transferred = {p: AdapterStack(*a) for p, a in jax.device_put(content).items()}
         # The transfer comes first: where it fails for memory, nothing has been donated yet.
-        on_device = jax.block_until_ready(jax.device_put(content))
-        self.stacks = write_slot(
-            self.stacks, np.int32(slot), {p: AdapterStack(*a) for p, a in on_device.items()}
-        )
-
-    def _empty(self) -> HostSlot:
-        return {p: tuple(np.zeros(*each) for each in self._layout(p)) for p in self.projections}
-
-    def _layout(self, projection: str, *slots: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
-        """Shape and dtype of lora_a, lora_b and ranks, with the given slot axes."""
-        L, R = self.config.num_layers, self.max_rank
-        D, F = self.config.projection_sizes()[projection]
-        return (
-            ((L, *slots, R, D), self.dtype),
-            ((L, *slots, R, F), self.dtype),
-            ((L, *slots), np.dtype(np.int32)),
-        )
+        transferred = jax.block_until_ready(transferred)
+        self.stacks = write_slot(self.stacks, np.int32(slot), transferred)
+        if self._layers is not None:
+            self._layers = write_layers(self._layers, np.int32(slot), transferred)
 
     def _names(self) -> str:
         return ", ".join(f"{each.slot}: {each.name!r}" for each in self.list()) or "nothing"
@@ -304,6 +399,21 @@ def write_slot(stacks: Stacks, slot: Int[jax.Array, ""], content: Stacks) -> Sta
     )
 
 
-def _size(count: int) -> str:
-    unit = "MiB" if count >= 2**20 else "KiB"
-    return f"{count / (2**20 if unit == 'MiB' else 2**10):.3g} {unit}"
+@jax.jit
+def split_layers(stacks: Stacks) -> tuple[Stacks, ...]:
+    """One dict for each layer, without the layer axis."""
+    num_layers = len(next(iter(stacks.values())).ranks)
+    return tuple(jax.tree.map(lambda leaf, at=at: leaf[at], stacks) for at in range(num_layers))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write_layers(
+    layers: tuple[Stacks, ...], slot: Int[jax.Array, ""], content: Stacks
+) -> tuple[Stacks, ...]:
+    """`write_slot` for the arrays of `split_layers`."""
+
+    def written(whole, part):
+        return jax.lax.dynamic_update_index_in_dim(whole, part, slot, axis=0)
+
+    parts = zip(layers, split_layers(content), strict=True)
+    return tuple(jax.tree.map(written, *each) for each in parts)

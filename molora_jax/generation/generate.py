@@ -88,7 +88,7 @@ def generate(
     routed = {"adapters": adapters, "router": router, "column_to_slot": column_to_slot}
     knobs = (sampling.temperature, sampling.top_k, sampling.top_p)
     key = jax.random.key(seed)
-    chosen, routing, cache = _prefill(
+    chosen, routing, cache, state = _prefill(
         decoder, tokens, mask, routed, jax.random.fold_in(key, 0), knobs,
         cache_size=min(_round_up(S + max_new_tokens), config.max_positions),
     )  # fmt: skip
@@ -111,8 +111,8 @@ def generate(
         if last and routing is None:
             break
         # The last token is read too when routed: its routing is part of the answer.
-        chosen, each, cache = _step(
-            stepper, chosen, cache, routed, jax.random.fold_in(key, step), knobs
+        chosen, each, cache, state = _step(
+            stepper, chosen, cache, state, routed, jax.random.fold_in(key, step), knobs
         )
         routings.append(jax.tree.map(np.asarray, each))
         if last:
@@ -135,18 +135,26 @@ def _prefill(decoder, tokens, mask, routed, key, knobs, *, cache_size):
     out, cache = decoder.prefill(tokens, mask, cache_size=cache_size, **routed)
     last = tokens.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     hidden = jnp.take_along_axis(out.hidden, last[:, None, None], axis=1)[:, 0]
-    return _next(key, decoder.logits(hidden), knobs), out.routing, cache
+    chosen = _next(key, decoder.logits(hidden), knobs)
+    return chosen, out.routing, cache, out.router_state
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
-def _step(decoder, tokens, cache, routed, key, knobs):
-    out, cache = decoder.decode(tokens, cache, **routed)
-    return _next(key, decoder.logits(out.hidden[:, 0]), knobs), out.routing, cache
+def _step(decoder, tokens, cache, router_state, routed, key, knobs):
+    out, cache = decoder.decode(tokens, cache, router_state=router_state, **routed)
+    chosen = _next(key, decoder.logits(out.hidden[:, 0]), knobs)
+    return chosen, out.routing, cache, out.router_state
 
 
 def _next(key, logits, knobs):
     """The next token of each row, −1 where its logits are not finite: the largest would be id 0."""
-    return jnp.where(jnp.isfinite(logits).all(axis=-1), sample(key, logits, *knobs), -1)
+    B = logits.shape[0]
+    temperature, top_k, top_p = (
+        jnp.broadcast_to(jnp.asarray(each, dtype), B)
+        for each, dtype in zip(knobs, (jnp.float32, jnp.int32, jnp.float32), strict=True)
+    )
+    chosen = sample(jax.random.split(key, B), logits, temperature, top_k, top_p)
+    return jnp.where(jnp.isfinite(logits).all(axis=-1), chosen, -1)
 
 
 def _round_up(length: int) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,23 +25,47 @@ class Sampling:
 
 
 def sample(
-    key: Array,
+    keys: Array,
     logits: Float[Array, "B V"],
-    temperature: Array | float,
-    top_k: Array | int,
-    top_p: Array | float,
+    temperature: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
 ) -> Int[Array, " B"]:
-    """One token a row. The parameters are data, so that changing them compiles nothing.
+    """One token a row, by the row's own key (a `jax.random` key each) and parameters.
 
-    The most likely token always stays allowed; of equal logits the lower id wins, as in argmax.
+    The parameters are data, so that changing them compiles nothing; sorting and drawing are run
+    only where some row asks for them, and what a row draws does not depend on its neighbours. The
+    most likely token always stays allowed; of equal logits the lower id wins, as in argmax.
     """
+    warm = temperature > 0
+    restricted = warm & ((top_k > 0) | (top_p < 1))
+    scaled = logits / jnp.where(warm, temperature, 1.0)[:, None]
+    kept = jax.lax.cond(
+        restricted.any(),
+        lambda: jnp.where(allowed_tokens(scaled, top_k, top_p), scaled, -jnp.inf),
+        lambda: scaled,
+    )
+    # Gumbel's way to draw: noise by token id, and the largest sum.
+    noise = jax.lax.cond(
+        warm.any(),
+        lambda: jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys),
+        lambda: jnp.zeros_like(logits),
+    )
+    chosen = jnp.argmax(jnp.where(warm[:, None], kept + noise, logits), axis=-1)
+    return chosen.astype(jnp.int32)
+
+
+def allowed_tokens(
+    logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]
+) -> Bool[Array, "B V"]:
+    """The top_k largest (0: all), and the fewest most likely whose probabilities reach top_p."""
     V = logits.shape[-1]
     order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logits, order, axis=-1) / jnp.maximum(temperature, 1e-6)
-    probability = jax.nn.softmax(ranked, axis=-1)
+    probability = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
     rank = jnp.arange(V)[None]
-    allowed = ((before < top_p) | (top_p >= 1)) & ((rank < top_k) | (top_k == 0)) | (rank == 0)
-    drawn = jax.random.categorical(key, jnp.where(allowed, ranked, -jnp.inf), axis=-1)
-    drawn = jnp.where(temperature > 0, drawn, 0)
-    return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    within_p = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    within_k = (rank < top_k[:, None]) | (top_k == 0)[:, None]
+    allowed = (within_p & within_k) | (rank == 0)
+    place = jnp.argsort(order, axis=-1)  # the rank of each token id
+    return jnp.take_along_axis(allowed, place, axis=-1)

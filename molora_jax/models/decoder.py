@@ -36,6 +36,7 @@ class DecoderOutput:
     router_logits  (L, N, C) per layer, (1, N, C) where one decision is shared, None where the
                    router has no logits
     layer_inputs   (L, B, S, D), each layer's input before its norm, where asked for
+    router_state   what the router carries to the tokens that come next, if it carries anything
     keys_values    keys and values of the S tokens where asked for, each stacked over layers, or a
                    tuple of one array per layer where the layers are unrolled
     """
@@ -44,6 +45,7 @@ class DecoderOutput:
     routing: Routing | None = None
     router_logits: Float[Array, "l N C"] | None = None
     layer_inputs: Float[Array, "L B S D"] | None = None
+    router_state: Int[Array, " B"] | None = None
     keys_values: tuple[Array, Array] | tuple[tuple[Array, ...], tuple[Array, ...]] | None = None
 
 
@@ -194,6 +196,7 @@ class Decoder(nnx.Module):
         *,
         adapters: dict[str, AdapterStack] | None = None,
         router=None,
+        router_state: Int[Given, " B"] | None = None,
         column_to_slot: Int[Given, " C"] | None = None,
         strategy: str = "auto",
         backend: str = "auto",
@@ -207,6 +210,7 @@ class Decoder(nnx.Module):
         mask            (B, S), True for real tokens; None where all are
         adapters        AdapterBank.stacks; they act only where `router` sends a token
         router          any router of molora_jax.routing; needed with `adapters`, and the reverse
+        router_state    of the tokens before these, where a text is read in parts; None: it begins
         column_to_slot  (C,) slot of each router column, −1 where it is not resident; None: identity
         unroll          one graph of L layers instead of a scan: slower to compile, for a GPU; a
                         decoder that is `unstacked` always is
@@ -224,7 +228,7 @@ class Decoder(nnx.Module):
         S = tokens.shape[1]
         visible = jnp.tril(jnp.ones((S, S), bool))[None] & mask[:, None, :]
         decision = _Decision(
-            self, tokens, mask, adapters, router, column_to_slot, strategy, backend
+            self, tokens, mask, adapters, router, router_state, column_to_slot, strategy, backend
         )
 
         unroll = unroll or isinstance(self.layers, nnx.List)
@@ -270,7 +274,7 @@ class Decoder(nnx.Module):
         elif decision.kind == "input":
             logits = None if decision.input_logits is None else decision.input_logits[None]
         hidden = rms_norm(carry[0], self.norm[...], eps=self.config.rms_norm_eps)
-        return DecoderOutput(hidden, routing, logits, layer_inputs, keys_values)
+        return DecoderOutput(hidden, routing, logits, layer_inputs, decision.state, keys_values)
 
     def prefill(
         self,
@@ -280,6 +284,7 @@ class Decoder(nnx.Module):
         cache_size: int,
         adapters: dict[str, AdapterStack] | None = None,
         router=None,
+        router_state: Int[Given, " B"] | None = None,
         column_to_slot: Int[Given, " C"] | None = None,
         strategy: str = "auto",
         backend: str = "auto",
@@ -293,8 +298,9 @@ class Decoder(nnx.Module):
             raise ValueError(f"cache_size {cache_size} is less than the {S} tokens of the prompt")
         self._check_length("cache_size is", cache_size)
         out = self(
-            tokens, mask, adapters=adapters, router=router, column_to_slot=column_to_slot,
-            strategy=strategy, backend=backend, return_keys_values=True,
+            tokens, mask, adapters=adapters, router=router, router_state=router_state,
+            column_to_slot=column_to_slot, strategy=strategy, backend=backend,
+            return_keys_values=True,
         )  # fmt: skip
         room = ((0, 0), (0, 0), (0, cache_size - S), (0, 0))
         assert out.keys_values is not None
@@ -313,8 +319,10 @@ class Decoder(nnx.Module):
         tokens: Int[Given, " B"],
         cache: KVCache,
         *,
+        active: Bool[Given, " B"] | None = None,
         adapters: dict[str, AdapterStack] | None = None,
         router=None,
+        router_state: Int[Given, " B"] | None = None,
         column_to_slot: Int[Given, " C"] | None = None,
         strategy: str = "auto",
         backend: str = "auto",
@@ -323,6 +331,7 @@ class Decoder(nnx.Module):
 
         Always unrolled: the cache is one array per layer, each updated in place when donated. A row
         whose cache is full writes nothing (an index past the end is dropped); the caller stops it.
+        A row that is not `active` uses no adapter, and what comes out of it means nothing.
         """
         rows = jnp.arange(tokens.shape[0])
         # Both are read in their new state only, so that they are updated where they lie: what is
@@ -334,13 +343,14 @@ class Decoder(nnx.Module):
         positions = (filled & ~here).sum(axis=1)[:, None]
         visible = filled[:, None, :]
         tokens = jnp.asarray(tokens)[:, None]
+        active = jnp.ones_like(tokens, bool) if active is None else jnp.asarray(active)[:, None]
         decision = _Decision(
-            self, tokens, jnp.ones_like(tokens, bool), adapters, router, column_to_slot,
+            self, tokens, active, adapters, router, router_state, column_to_slot,
             strategy, backend,
         )  # fmt: skip
         rope = self._rope(positions)
         sliced_router = router if decision.kind == "per_layer" else None
-        x, held = self._embed(tokens), decision.first()
+        x, held = self._embed(tokens, active), decision.first()
         keys, values, routings = [], [], []
         for index in range(self.config.num_layers):
             layer, layer_router = self._layer(index), at_layer(sliced_router, index)
@@ -361,7 +371,7 @@ class Decoder(nnx.Module):
         routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings) if routings else None
         hidden = rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)
         cache = KVCache(tuple(keys), tuple(values), filled, next_slot)
-        return DecoderOutput(hidden, routing), cache
+        return DecoderOutput(hidden, routing, router_state=decision.state), cache
 
     def _check_length(self, what: str, length: int) -> None:
         # By the static size, padding included: inside jit nothing else can be refused, and past the
@@ -403,8 +413,11 @@ class _Decision:
     scan. It is planned once and used by all projections that share it.
     """
 
-    def __init__(self, decoder, tokens, mask, adapters, router, column_to_slot, strategy, backend):
+    def __init__(
+        self, decoder, tokens, mask, adapters, router, state, column_to_slot, strategy, backend
+    ):
         self.tokens, self.mask, self.router = tokens, mask, router
+        self.state = None if state is None else jnp.asarray(state)
         # numpy outside jit: the scan below indexes it with a traced layer's choice.
         self.column_to_slot = None if column_to_slot is None else jnp.asarray(column_to_slot)
         self.strategy, self.backend = strategy, backend
@@ -429,10 +442,12 @@ class _Decision:
     def first(self):
         """The decision before layer 0 (no adapter, where the router has not spoken yet)."""
         if self.kind == "input":
-            routing, self.input_logits, _ = self.router(
-                self.tokens, None, self.mask, None, self.column_to_slot
+            routing, self.input_logits, self.state = self.router(
+                self.tokens, None, self.mask, self.state, self.column_to_slot
             )
             return self._planned(routing)
+        if self.kind == "shared" and hasattr(self.router, "before"):
+            return self._planned(self.router.before(self.mask))
         if self.kind == "shared":
             shape = (self.tokens.size, self.router.top_k)
             ids = jnp.full(shape, -1, jnp.int32)

@@ -4,6 +4,7 @@ Every router is a Flax module with the attributes `decision` and `top_k` and the
 (token_ids, hidden, mask, state, column_to_slot) → (Routing, logits | None, state).
 """
 
+from molora_jax.routing.control import KEEP, ControlTokenRouter
 from molora_jax.routing.fixed import FixedRouter, RouterData, SequenceRouter, VocabularyRouter
 from molora_jax.routing.learned import LearnedRouter
 from molora_jax.routing.registry import (
@@ -17,7 +18,9 @@ from molora_jax.routing.select import count_nonfinite, rms_normalize, select
 from pallas_kernels import Routing
 
 __all__ = [
+    "KEEP",
     "ROUTERS",
+    "ControlTokenRouter",
     "FixedRouter",
     "LearnedRouter",
     "Router",

@@ -39,7 +39,7 @@ class VocabularyRouter(nnx.Module):
             )
         if num_columns is None:
             num_columns = max(int(table.max()) + 1, 1)
-        _check_columns("table", table, num_columns)
+        check_columns("table", table, num_columns)
         self.decision, self.top_k, self.num_columns = "input", 1, num_columns
         self.table = RouterData(jnp.asarray(table, jnp.int32))
 
@@ -98,7 +98,7 @@ class VocabularyRouter(nnx.Module):
         last = table.shape[0] - 1
         inside = (token_ids >= 0) & (token_ids <= last) & mask
         columns = jnp.where(inside, table[jnp.clip(token_ids, 0, last)], -1)
-        return _one_each(columns, column_to_slot), None, state
+        return one_each(columns, column_to_slot), None, state
 
     def to_config(self) -> dict[str, Any]:
         """The settings beside the table, as plain JSON."""
@@ -123,7 +123,7 @@ class SequenceRouter(nnx.Module):
             raise ValueError(
                 f"row_adapters has shape {np.shape(row_adapters)}, expected (B,): a column per row"
             )
-        _check_columns("row_adapters", row_adapters)
+        check_columns("row_adapters", row_adapters)
         self.decision, self.top_k = "input", 1
         self.row_adapters = RouterData(jnp.asarray(row_adapters, jnp.int32))
 
@@ -143,7 +143,7 @@ class SequenceRouter(nnx.Module):
                 "give one column for each row, -1 for the base"
             )
         columns = jnp.where(mask, rows[:, None], -1)
-        return _one_each(columns, column_to_slot), None, state
+        return one_each(columns, column_to_slot), None, state
 
     def to_config(self) -> dict[str, Any]:
         """No settings beside the rows."""
@@ -177,7 +177,7 @@ class FixedRouter(nnx.Module):
             raise ValueError(
                 f"gates has shape {np.shape(gates)}, expected {shape}, that of adapter_ids"
             )
-        _check_columns("adapter_ids", adapter_ids)
+        check_columns("adapter_ids", adapter_ids)
         ids = jnp.asarray(adapter_ids, jnp.int32)
         if gates is None:
             count = jnp.maximum((ids >= 0).sum(axis=-1, keepdims=True), 1)
@@ -215,21 +215,26 @@ class FixedRouter(nnx.Module):
         return cls(arrays["adapter_ids"], arrays["gates"], **config)
 
 
-def _one_each(columns: Int[Array, "B S"], column_to_slot: Int[Array, " C"] | None) -> Routing:
+def one_each(columns: Int[Array, "B S"], column_to_slot: Int[Array, " C"] | None) -> Routing:
+    """Routing (N, 1) of whole adapters, gate 1."""
     ids = place(columns, column_to_slot).reshape(-1, 1)
     return Routing(ids, jnp.where(ids >= 0, 1.0, 0.0).astype(jnp.float32))
 
 
-def _check_columns(name: str, columns: Any, num_columns: int | None = None) -> None:
-    """ValueError for the first column outside −1..C−1 of an array that can be read."""
+def check_columns(
+    name: str, columns: Any, num_columns: int | None = None, *, least: int = -1
+) -> None:
+    """ValueError for the first column outside `least`..C−1 of an array that can be read."""
     if isinstance(columns, jax.core.Tracer):
         return
     columns = np.asarray(columns)
     top = np.iinfo(np.int32).max if num_columns is None else num_columns - 1
-    bad = (columns < -1) | (columns > top)
+    bad = (columns < least) | (columns > top)
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
-        expected = ">= -1" if num_columns is None else f"-1 to {top} (num_columns {num_columns})"
+        expected = f">= {least}"
+        if num_columns is not None:
+            expected = f"{least} to {top} (num_columns {num_columns})"
         raise ValueError(
             f"{name} has column {columns[at]} at position {at}: expected {expected}, -1 for none"
         )

@@ -53,7 +53,7 @@ def check_reach(
             "tokens past its end would get the base; give every id a column, -1 for none"
         )
     named = next(getattr(router, name) for name in _COLUMNS if hasattr(router, name))
-    columns = np.unique(np.asarray(named[...]))
+    columns = np.unique(np.append(np.asarray(named[...]), getattr(router, "initial", -1)))
     columns = columns[columns >= 0]
     if (past := columns[columns >= len(slots)]).size:
         raise ValueError(

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from molora_jax.routing.control import ControlTokenRouter
 from molora_jax.routing.fixed import FixedRouter, SequenceRouter, VocabularyRouter
 from molora_jax.routing.learned import LearnedRouter
 from pallas_kernels import Routing
@@ -51,6 +52,7 @@ class Router(Protocol):
 
 ROUTERS: dict[str, type[Router]] = {
     "vocabulary": VocabularyRouter,
+    "control": ControlTokenRouter,
     "learned": LearnedRouter,
     "sequence": SequenceRouter,
     "fixed": FixedRouter,

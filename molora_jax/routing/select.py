@@ -20,7 +20,7 @@ def select(
     *,
     top_k: int,
     gate: str = "softmax",
-    column_to_slot: Int[Array, " C"] | None = None,
+    column_to_slot: Int[Array, "*N C"] | None = None,
 ) -> Routing:
     """Sends each token to the `top_k` adapters with the largest logits.
 
@@ -36,7 +36,8 @@ def select(
                     (straight-through): ∂g = ∂p. Softmax over one logit has no gradient, so a router
                     that is trained at k = 1 by the language-model loss needs "unit"
                     (arXiv 2606.31413).
-    column_to_slot  (C,) int32, −1 where the column's adapter is not resident; None: slot = column
+    column_to_slot  (C,) int32, −1 where the column's adapter is not resident; None: slot = column;
+                    or (N, C), where every token has a choice of its own
 
     Raises ValueError for top_k outside 1..C, an unknown gate, or a column_to_slot of wrong length.
     """
@@ -60,7 +61,7 @@ def select(
 def choose_columns(
     logits: Float[Array, "N C"],
     usable: Bool[Array, " N"],
-    resident: Bool[Array, " C"],
+    resident: Bool[Array, "*N C"],
     *,
     top_k: int,
 ) -> tuple[Int[Array, "N k"], Bool[Array, "N k"]]:
@@ -68,17 +69,26 @@ def choose_columns(
     keys = jnp.where(usable[:, None], jax.lax.stop_gradient(logits.astype(jnp.float32)), 0.0)
     # lax.top_k promises the lower index among equals, but orders −0.0 below 0.0.
     keys = jnp.where(keys == 0.0, 0.0, keys)
-    _, columns = jax.lax.top_k(jnp.where(resident[None, :], keys, -jnp.inf), top_k)
-    return columns, usable[:, None] & resident[columns]
+    resident = jnp.broadcast_to(resident, logits.shape)
+    _, columns = jax.lax.top_k(jnp.where(resident, keys, -jnp.inf), top_k)
+    return columns, usable[:, None] & jnp.take_along_axis(resident, columns, axis=-1)
 
 
-def place(columns: Int[Array, "*n"], column_to_slot: Int[Array, " C"] | None) -> Int[Array, "*n"]:
-    """Slot of each column; −1 for column −1, a column past the last, or one not resident."""
+def place(columns: Int[Array, "*n"], column_to_slot: Int[Array, "*C"] | None) -> Int[Array, "*n"]:
+    """Slot of each column; −1 for column −1, a column past the last, or one not resident.
+
+    With a map of every token's own, (N, C), `columns` is (N, k).
+    """
     if column_to_slot is None:
         return columns.astype(jnp.int32)
-    C = column_to_slot.shape[0]
+    C = column_to_slot.shape[-1]
     inside = (columns >= 0) & (columns < C)
-    slots = column_to_slot.astype(jnp.int32)[jnp.clip(columns, 0, C - 1)]
+    at = jnp.clip(columns, 0, C - 1)
+    column_to_slot = column_to_slot.astype(jnp.int32)
+    if column_to_slot.ndim == 1:
+        slots = column_to_slot[at]
+    else:
+        slots = jnp.take_along_axis(column_to_slot, at, axis=-1)
     return jnp.where(inside & (slots >= 0), slots, -1)
 
 
@@ -95,21 +105,21 @@ def count_nonfinite(logits: Float[Array, "*L N C"], mask: Bool[Array, " N"]) -> 
 
 
 def probabilities(
-    logits: Float[Array, "N C"], resident: Bool[Array, " C"] | None = None
+    logits: Float[Array, "N C"], resident: Bool[Array, "*N C"] | None = None
 ) -> Float[Array, "N C"]:
     """Softmax over the resident columns, 0 for the others; logits must be finite."""
     if resident is None:
         resident = jnp.ones(logits.shape[-1], bool)
-    return _softmax(logits, jnp.broadcast_to(resident[None, :], logits.shape))
+    return _softmax(logits, jnp.broadcast_to(resident, logits.shape))
 
 
 def resident_columns(
-    column_to_slot: Int[Array, " C"] | None, num_columns: int
-) -> Bool[Array, " C"]:
+    column_to_slot: Int[Array, "*N C"] | None, num_columns: int
+) -> Bool[Array, "*N C"]:
     """Which columns may be chosen; ValueError where the map has another number of columns."""
     if column_to_slot is None:
         return jnp.ones(num_columns, bool)
-    if column_to_slot.shape != (num_columns,):
+    if column_to_slot.shape[-1] != num_columns:
         raise ValueError(
             f"column_to_slot has shape {column_to_slot.shape}, but the router has {num_columns} "
             f"columns: pass one slot for each, ({num_columns},), -1 where none is resident"

@@ -65,16 +65,44 @@ def test_a_stop_id_ends_a_row_and_not_its_neighbour(decoder):
         assert stopped[1].tokens == expected[1] and not stopped[1].stopped
 
 
+def sampled(logits, temperature=1.0, top_k=0, top_p=1.0, *, seed=0):
+    """One draw for each row, the parameters the same or one for each."""
+    B = len(logits)
+    return np.asarray(
+        jax.jit(sample)(
+            jax.random.split(jax.random.key(seed), B),
+            jnp.asarray(logits, jnp.float32),
+            jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), B),
+            jnp.broadcast_to(jnp.asarray(top_k, jnp.int32), B),
+            jnp.broadcast_to(jnp.asarray(top_p, jnp.float32), B),
+        )
+    )
+
+
 def test_sampling_stays_within_top_k_and_top_p():
-    logits = jnp.log(jnp.asarray([[0.5, 0.3, 0.15, 0.05]] * 400))
-    key = jax.random.key(0)
-    free = np.asarray(sample(key, logits, 1.0, 0, 1.0))
-    assert set(free) == {0, 1, 2, 3}
-    np.testing.assert_allclose(np.bincount(free) / 400, [0.5, 0.3, 0.15, 0.05], atol=0.08)
-    assert set(np.asarray(sample(key, logits, 1.0, 2, 1.0))) == {0, 1}
-    assert set(np.asarray(sample(key, logits, 1.0, 0, 0.75))) == {0, 1}
-    assert set(np.asarray(sample(key, logits, 1.0, 0, 0.01))) == {0}
-    assert set(np.asarray(sample(key, logits, 0.0, 0, 1.0))) == {0}
+    logits = np.log([[0.15, 0.5, 0.3, 0.05]] * 400)
+    free = sampled(logits)
+    np.testing.assert_allclose(np.bincount(free) / 400, [0.15, 0.5, 0.3, 0.05], atol=0.08)
+    assert set(sampled(logits, top_k=2)) == {1, 2}
+    assert set(sampled(logits, top_p=0.75)) == {1, 2}
+    assert set(sampled(logits, top_p=0.01)) == {1}
+    assert set(sampled(logits, top_k=2, top_p=0.4)) == {1}
+    assert set(sampled(logits, temperature=0.0)) == {1}
+    sharp = np.bincount(sampled(logits, temperature=0.5), minlength=4) / 400
+    np.testing.assert_allclose(sharp, np.square([0.15, 0.5, 0.3, 0.05]) / 0.365, atol=0.08)
+    assert sampled([[1.0, 1.0, 0.0]], temperature=0.0) == [0]  # the lower id of equals
+    assert set(sampled([[0.0, 0.0, 0.0]] * 50, top_k=1)) == {0}
+
+
+def test_what_a_row_draws_does_not_depend_on_its_neighbours():
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((4, 50)) * 2
+    alone = sampled(logits, temperature=[1.0, 0.0, 0.7, 1.5])
+    # A neighbour that needs sorting changes the path of the whole batch.
+    beside = sampled(logits, temperature=[1.0, 0.0, 0.7, 1.5], top_p=[1, 1, 1, 0.3])
+    np.testing.assert_array_equal(alone[:3], beside[:3])
+    calm = sampled(logits, temperature=[1.0, 0.0, 0.0, 0.0])
+    assert calm[0] == alone[0] and calm[1] == alone[1]
 
 
 def test_a_seed_repeats_and_another_differs(decoder):

@@ -11,7 +11,14 @@ from flax import nnx
 from molora_jax.adapters import AdapterStack
 from molora_jax.models.config import ModelConfig, rope_frequencies
 from molora_jax.models.decoder import Decoder
-from molora_jax.routing import FixedRouter, LearnedRouter, SequenceRouter, VocabularyRouter
+from molora_jax.routing import (
+    KEEP,
+    ControlTokenRouter,
+    FixedRouter,
+    LearnedRouter,
+    SequenceRouter,
+    VocabularyRouter,
+)
 
 FAMILIES = {
     "llama": {},
@@ -203,6 +210,7 @@ def routers(config, B, S):
         "fixed": FixedRouter(jnp.asarray(ids, jnp.int32), jnp.asarray(gates)),
         "sequence": SequenceRouter(jnp.asarray([2, -1], jnp.int32)),
         "vocabulary": VocabularyRouter(jnp.asarray(table)),
+        "control": ControlTokenRouter(np.where(np.arange(len(table)) % 4, KEEP, table)),
         "per_layer": LearnedRouter(config.hidden_size, K, num_layers=config.num_layers, **learned),
         "shared": LearnedRouter(config.hidden_size, K, after_layer=0, **learned),
     }
@@ -238,16 +246,17 @@ def test_routed_logits_equal_a_plain_forward_with_the_same_decisions(kind):
         assert outs[0].router_logits.shape == (1, 14, K)
 
 
-@pytest.mark.parametrize("kind", ["vocabulary", "per_layer", "shared"])
+@pytest.mark.parametrize("kind", ["vocabulary", "control", "per_layer", "shared"])
 def test_routed_decode_takes_the_decisions_of_one_pass(kind):
     config = tiny_config()
     decoder, stacks = Decoder(config, random_arrays(config)), random_stacks(config)
     tokens = jnp.asarray(np.random.default_rng(8).integers(0, config.vocab_size, (2, 9)))
     routed = {"adapters": stacks, "router": routers(config, 2, 9)[kind]}
     whole, _ = forward(decoder, tokens, **routed)
-    _, cache = prefill(decoder, tokens[:, :6], jnp.ones((2, 6), bool), cache_size=9, **routed)
+    out, cache = prefill(decoder, tokens[:, :6], jnp.ones((2, 6), bool), cache_size=9, **routed)
     for at in range(6, 9):
-        out, cache = decode(decoder, tokens[:, at], cache, **routed)
+        state = out.router_state
+        out, cache = decode(decoder, tokens[:, at], cache, router_state=state, **routed)
         np.testing.assert_allclose(out.hidden[:, 0], whole.hidden[:, at], atol=2e-4)
         ids = np.asarray(whole.routing.adapter_ids).reshape(config.num_layers, 2, 9, -1)
         np.testing.assert_array_equal(out.routing.adapter_ids, ids[:, :, at])

@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 
 from molora_jax.routing import (
+    KEEP,
     ROUTERS,
+    ControlTokenRouter,
     FixedRouter,
     LearnedRouter,
     SequenceRouter,
@@ -42,6 +44,7 @@ def all_routers() -> dict:
     rng = np.random.default_rng(2)
     return {
         "vocabulary": VocabularyRouter(rng.integers(-1, C, V), num_columns=C),
+        "control": ControlTokenRouter(rng.integers(KEEP, C, V), initial=1, num_columns=C),
         "learned": learned(),
         "sequence": SequenceRouter(np.array([2, 0])),
         "fixed": FixedRouter(
@@ -69,7 +72,7 @@ def test_contract(kind, mask):
     routing, logits, state = call(router, tokens, hidden, mask)
     k = router.top_k
     assert router.decision in ("input", "per_layer", "shared")
-    assert state is None
+    assert (state is None) == (kind != "control")  # what is carried from token to token
     assert routing.adapter_ids.shape == routing.gates.shape == (B * S, k)
     assert (routing.adapter_ids.dtype, routing.gates.dtype) == (jnp.int32, jnp.float32)
     assert logits is None or (logits.shape == (B * S, C) and logits.dtype == jnp.float32)
@@ -307,6 +310,54 @@ def test_vocabulary_tables_are_checked():
         VocabularyRouter(np.array([0, 3]), num_columns=3)
     with pytest.raises(ValueError, match=r"column -2 at position \(0,\)"):
         VocabularyRouter(np.array([-2, 3]))
+
+
+# Control tokens
+
+
+def test_control_tokens_switch_from_their_own_place_on():
+    router = ControlTokenRouter.from_tokens({8: 0, 9: 1, 10: -1}, vocab_size=V)
+    tokens = jnp.array([[1, 9, 2, 3, 8, 4, 10, 5], [7] * 8], jnp.int32)
+    routing, _, state = call(router, tokens, None, np.ones((2, 8), bool))
+    got = np.asarray(routing.adapter_ids).reshape(2, 8)
+    np.testing.assert_array_equal(got, [[-1, 1, 1, 1, 0, 0, -1, -1], [-1] * 8])
+    np.testing.assert_array_equal(routing.gates[:, 0], (got >= 0).reshape(-1))
+    np.testing.assert_array_equal(state, [-1, -1])
+
+
+def test_a_text_read_in_parts_is_routed_as_in_one():
+    rng = np.random.default_rng(0)
+    router = ControlTokenRouter.from_tokens({8: 0, 9: 1, 10: -1}, vocab_size=V, initial=1)
+    tokens = rng.integers(4, V, (3, 20)).astype(np.int32)
+    whole = call(router, tokens, None, np.ones((3, 20), bool))[0].adapter_ids.reshape(3, 20)
+    assert len(np.unique(whole)) == 3
+    parts, state = [], None
+    for start, stop in ((0, 7), (7, 8), (8, 15), (15, 20)):
+        # Padding on either side, with control tokens in it, changes nothing.
+        padded = np.full((3, 9), 9, np.int32)
+        mask = np.zeros((3, 9), bool)
+        at = slice(0, stop - start) if start % 2 else slice(9 - (stop - start), 9)
+        padded[:, at], mask[:, at] = tokens[:, start:stop], True
+        routing, _, state = router(jnp.asarray(padded), None, jnp.asarray(mask), state)
+        parts.append(np.asarray(routing.adapter_ids).reshape(3, 9)[:, at])
+        assert (np.asarray(routing.adapter_ids).reshape(3, 9)[~mask] == -1).all()
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+
+
+def test_control_tables_are_checked_and_unknown_ids_use_the_base():
+    with pytest.raises(ValueError, match=r"switches\[0\] is token id 11, .*add the control tokens"):
+        ControlTokenRouter.from_tokens({V: 0}, vocab_size=V)
+    with pytest.raises(ValueError, match=r"column -3 at position \(1,\): expected -2 to 0"):
+        ControlTokenRouter(np.array([0, -3]))
+    with pytest.raises(ValueError, match="initial has column 2"):
+        ControlTokenRouter(np.array([0, 1]), initial=2, num_columns=2)
+    router = ControlTokenRouter.from_tokens({9: 0}, vocab_size=V)
+    ids = np.array([[9, V, -1, 3]], np.int32)
+    routing, _, state = call(router, ids, None, np.ones((1, 4), bool))
+    np.testing.assert_array_equal(routing.adapter_ids[:, 0], [0, -1, -1, 0])
+    np.testing.assert_array_equal(state, [0])
+    with pytest.raises(ValueError, match=r"token_ids\[0, 1\] is token id 11"):
+        router(jnp.asarray(ids), None, jnp.ones((1, 4), bool))
 
 
 # Sequence and Fixed

@@ -1,0 +1,412 @@
+"""Engine: many requests on many adapters, decoded together by one compiled step.
+
+A request is admitted to a free row: its adapters are leased from the hot set, its prompt is read
+into the row's cache, and from then on every step gives all rows one token each. Whose adapter,
+which routing rule and how to sample are data, so that nothing is compiled after `warm_up`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+from absl import logging
+
+from molora_jax.adapters.hot_set import HotSet, Lease
+from molora_jax.adapters.names import shortened
+from molora_jax.generation import programs
+from molora_jax.generation.profiles import Profile, Profiles
+from molora_jax.generation.request import Delta, Generation, Request, TokenLogprobs
+from molora_jax.generation.text_stream import TextStream
+from molora_jax.models.lookup import BaseModel
+from molora_jax.token_ids import check_token_ids
+from pallas_kernels import Routing
+
+
+class QueueFull(ValueError):
+    """More requests wait than the engine takes."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+    """A request that is being decoded."""
+
+    generation: Generation
+    lease: Lease | None
+    stream: TextStream
+
+
+class Engine:
+    """Continuous batching over the rows of one compiled decode step.
+
+    base        the model
+    hot_set     adapters; None serves the base alone
+    rows        B, requests decoded together
+    context     T, tokens of a prompt and its answer together
+    buckets     lengths to which prompts are padded, one program each; None: powers of two
+    profiles    routing rules by name; at most one kind of them has logits
+    max_waiting requests that may wait for a row, the ones after it are refused
+    strategy    of the routed delta, as in pallas_kernels
+
+    `submit` and `cancel` may be called from any thread; `step`, `run` and `warm_up` belong to one.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        hot_set: HotSet | None = None,
+        *,
+        rows: int = 8,
+        context: int = 512,
+        buckets: Sequence[int] | None = None,
+        profiles: Mapping[str, Profile] | None = None,
+        max_waiting: int = 256,
+        strategy: str = "auto",
+    ):
+        config = base.config
+        if rows < 1 or not 2 <= context <= config.max_positions:
+            raise ValueError(
+                f"rows is {rows} and context {context}; expected at least one row, and 2 to "
+                f"{config.max_positions} tokens, the model's positions"
+            )
+        self.base, self.hot_set, self.rows, self.context = base, hot_set, rows, context
+        self.buckets = _checked_buckets(buckets, context)
+        if profiles and hot_set is None:
+            raise ValueError("profiles route to adapters: give a hot_set that holds them")
+        self.profiles = Profiles(profiles or {}, config)
+        self.max_waiting, self.strategy = max_waiting, strategy
+        self._tables = jax.device_put(self.profiles.tables)
+        # A scan compiles quickly; on a GPU it would copy the weights of every layer.
+        self._stepper = base.decoder.unstacked()
+        self._reader = self._stepper if jax.default_backend() == "gpu" else base.decoder
+        self._state = programs.empty_state(
+            base.decoder, rows=rows, context=context, num_columns=self.profiles.num_columns
+        )
+        self._programs: dict[str, jax.stages.Compiled] = {}
+        self._rows: list[_Row | None] = [None] * rows
+        self._waiting: collections.deque[Generation] = collections.deque()
+        self._cancelled: set[int] = set()
+        self._next_id = 0
+        self._lock = threading.Lock()
+        self.work = threading.Condition(self._lock)  # notified when a request arrives
+        self.steps = 0
+
+    # From any thread
+
+    def submit(
+        self, request: Request, *, on_delta: Callable[[Delta], None] | None = None
+    ) -> Generation:
+        """Queues a request; `on_delta` is called by the stepping thread with each of its tokens.
+
+        Raises ValueError or KeyError for what can never be served (ids outside the vocabulary, too
+        long, an unknown adapter or profile), QueueFull where too many wait already.
+        """
+        self._check(request)
+        with self.work:
+            if len(self._waiting) >= self.max_waiting:
+                raise QueueFull(
+                    f"{len(self._waiting)} requests wait already (max_waiting "
+                    f"{self.max_waiting}): try again later"
+                )
+            generation = Generation(self._next_id, request, on_delta, submitted=time.monotonic())
+            self._next_id += 1
+            self._waiting.append(generation)
+            self.work.notify_all()
+        return generation
+
+    def cancel(self, generation: Generation) -> None:
+        """Ends a request before its next token, wherever it is; nothing where it is done."""
+        with self.work:
+            if not generation.done:
+                self._cancelled.add(generation.id)
+                self.work.notify_all()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing is being decoded."""
+        with self._lock:
+            return not self._waiting and not any(self._rows)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests being decoded, and requests that wait."""
+        with self._lock:
+            return sum(row is not None for row in self._rows), len(self._waiting)
+
+    # From the thread that steps
+
+    def warm_up(self) -> int:
+        """Compiles every program, and returns how many there are: prefill buckets plus one.
+
+        They are compiled ahead of time: another shape would be refused by them and not compiled.
+        """
+        start = time.monotonic()
+        shared = (self._stacks, self.profiles.learned, self._tables, self._state)
+        for S in self.buckets:
+            arguments = self._prefill_arguments(
+                S, [0], 0, programs.idle_settings(self.profiles.num_columns)
+            )
+            if f"prefill {S}" not in self._programs:
+                jitted = self._jitted(programs.prefill)
+                lowered = jitted.lower(self._reader, *shared, *arguments)
+                self._programs[f"prefill {S}"] = lowered.compile()
+        if "decode" not in self._programs:
+            jitted = self._jitted(programs.decode)
+            active = np.zeros(self.rows, bool)
+            self._programs["decode"] = jitted.lower(self._stepper, *shared, active).compile()
+        if self.hot_set is not None:
+            self.hot_set.warm_up()
+        logging.info(
+            "engine: %d programs (%s) compiled in %.1f s",
+            len(self._programs),
+            ", ".join(self._programs),
+            time.monotonic() - start,
+        )
+        return len(self._programs)
+
+    def _jitted(self, program: Callable):
+        return jax.jit(functools.partial(program, strategy=self.strategy), donate_argnums=4)
+
+    def step(self) -> list[Generation]:
+        """Admits what fits, then gives every row one token. Returns the requests that ended."""
+        if "decode" not in self._programs:
+            self.warm_up()
+        ended = self._drop_cancelled()
+        while (admitted := self._admit()) is not None:
+            ended += [admitted] if admitted.done else []
+        if any(self._rows):
+            ended += self._decode()
+        return ended
+
+    def run(self, requests: Iterable[Request] = ()) -> list[Generation]:
+        """Submits requests and steps until nothing is left; their answers, in order."""
+        submitted = [self.submit(request) for request in requests]
+        while not self.idle:
+            self.step()
+        return submitted
+
+    def _decode(self) -> list[Generation]:
+        active = np.array([row is not None for row in self._rows])
+        out = self._call("decode", self._stepper, active)
+        self.steps += 1
+        ended = []
+        for index, row in enumerate(self._rows):
+            if row is not None:
+                self._take(row, out, index, slice(index, index + 1))
+                if row.generation.done:
+                    self._free(index)
+                    ended.append(row.generation)
+        return ended
+
+    def _admit(self) -> Generation | None:
+        """Reads the next request into a free row; None where it has to wait, or none waits.
+
+        Strictly in the order of arrival: a request for adapters that have no slot yet is not
+        overtaken, or one that needs many could wait for ever.
+        """
+        if None not in self._rows:
+            return None
+        with self._lock:
+            if not self._waiting:
+                return None
+            generation = self._waiting[0]
+            ahead = list(self._waiting)[1 : 1 + self.rows]
+        try:
+            lease = self._lease(generation.request)
+        except (KeyError, ValueError) as error:  # unloaded while it waited
+            self._pop(generation)
+            _end(generation, "error", error=_words(error))
+            return generation
+        if lease is None and self.hot_set is not None:
+            self.hot_set.prefetch(self.profiles.names(generation.request))
+            if any(self._rows):
+                return None
+            self._pop(generation)
+            _end(generation, "error", error="all slots of the bank are held outside this engine")
+            return generation
+        self._pop(generation)
+        self._prefetch(ahead)
+        self._start(generation, lease, self._rows.index(None))
+        return generation
+
+    def _start(self, generation: Generation, lease: Lease | None, index: int) -> None:
+        request = generation.request
+        generation.admitted = time.monotonic()
+        if lease is not None:
+            generation.versions, generation.slots = dict(lease.versions), lease.slots
+        row = _Row(generation, lease, TextStream(self.base.tokenizer, stop=request.stop))
+        self._rows[index] = row
+        S = next(each for each in self.buckets if each >= len(request.prompt))
+        arguments = self._prefill_arguments(
+            S, request.prompt, index, self.profiles.settings(request, generation.slots)
+        )
+        out = self._call(f"prefill {S}", self._reader, *arguments)
+        self._take(row, out, 0, slice(0, len(request.prompt)))
+        if generation.done:
+            self._free(index)
+
+    def _take(self, row: _Row, out: programs.StepOut, at: int, read: slice) -> None:
+        """Gives a row its next token: number `at` of a program that read its tokens `read`."""
+        generation, request = row.generation, row.generation.request
+        now = time.monotonic()
+        if not generation.tokens:
+            generation.first_token = now
+        if out.routing is not None:
+            ids, gates = out.routing.adapter_ids[:, read], out.routing.gates[:, read]
+            generation._routing.append(Routing(ids.copy(), gates.copy()))
+        if not out.finite[at]:
+            _end(
+                generation,
+                "error",
+                error="the logits are not finite: an adapter or the base overflowed on this text",
+                text=row.stream.finish(),
+            )
+            return
+        token = int(out.tokens[at])
+        generation.tokens.append(token)
+        numbers = None
+        if request.logprobs is not None:
+            top = zip(out.top_ids[at], out.top_logprobs[at], strict=True)
+            likeliest = [(int(i), float(p)) for i, p in top][: request.logprobs]
+            numbers = TokenLogprobs(float(out.logprob[at]), tuple(likeliest))
+            generation.logprobs.append(numbers)
+        text, reason = row.stream.push(token), None
+        if row.stream.stopped or (token in self.base.tokenizer.eos_ids and not request.ignore_eos):
+            reason = "stop"
+        elif len(generation.tokens) == request.max_tokens:
+            reason = "length"
+        if reason is not None:
+            text += row.stream.finish()
+            if row.stream.stopped:
+                reason = "stop"
+            _end(generation, reason, token=token, text=text, logprobs=numbers)
+        else:
+            _tell(generation, Delta(token, text, numbers))
+
+    def _drop_cancelled(self) -> list[Generation]:
+        with self._lock:
+            ids, self._cancelled = self._cancelled, set()
+            dropped = [each for each in self._waiting if each.id in ids]
+            for generation in dropped:
+                self._waiting.remove(generation)
+        for generation in dropped:
+            _end(generation, "cancelled")
+        for index, row in enumerate(self._rows):
+            if row is not None and row.generation.id in ids:
+                self._free(index)
+                _end(row.generation, "cancelled", text=row.stream.finish())
+                dropped.append(row.generation)
+        return dropped
+
+    def _free(self, index: int) -> None:
+        row = self._rows[index]
+        assert row is not None
+        self._rows[index] = None
+        if row.lease is not None and self.hot_set is not None:
+            self.hot_set.release(row.lease)
+
+    def _pop(self, generation: Generation) -> None:
+        with self._lock:
+            self._waiting.remove(generation)
+
+    def _prefetch(self, waiting: Sequence[Generation]) -> None:
+        if self.hot_set is None:
+            return
+        for generation in waiting:
+            try:
+                self.hot_set.prefetch(self.profiles.names(generation.request))
+            except (KeyError, ValueError):  # said when it is admitted
+                continue
+
+    @property
+    def _stacks(self):
+        return None if self.hot_set is None else self.hot_set.bank.stacks
+
+    def _call(self, name: str, decoder, *arguments) -> programs.StepOut:
+        program = self._programs[name]
+        self._state, out = program(
+            decoder, self._stacks, self.profiles.learned, self._tables, self._state, *arguments
+        )
+        return jax.device_get(out)
+
+    def _prefill_arguments(self, S: int, prompt: Sequence[int], row: int, settings) -> tuple:
+        tokens = np.zeros((1, S), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        return tokens, np.int32(len(prompt)), np.int32(row), settings
+
+    # What a request means
+
+    def _check(self, request: Request) -> None:
+        check_token_ids(request.prompt, self.base.config.vocab_size, name="prompt")
+        length, longest = len(request.prompt), self.buckets[-1]
+        if length > longest or length + request.max_tokens > self.context:
+            raise ValueError(
+                f"a prompt of {length} tokens and max_tokens {request.max_tokens} do not fit: the "
+                f"prompt may have {longest}, both together {self.context} (the engine's context)"
+            )
+        TextStream(self.base.tokenizer, stop=request.stop)
+        names = self.profiles.names(request)
+        if names and self.hot_set is None:
+            raise ValueError("this engine serves the base alone: it was made without a hot set")
+        for name in names:
+            assert self.hot_set is not None
+            self.hot_set.version(name)
+        if len(set(names)) > (0 if self.hot_set is None else self.hot_set.bank.num_slots):
+            raise ValueError(
+                f"a request for {len(names)} adapters ({shortened(names)}) does not fit the bank's "
+                "slots"
+            )
+
+    def _lease(self, request: Request) -> Lease | None:
+        if self.hot_set is None:
+            return None
+        lease = self.hot_set.acquire(self.profiles.names(request))
+        if lease is not None:
+            try:
+                self.profiles.check_digests(request, lease)
+            except ValueError:
+                self.hot_set.release(lease)
+                raise
+        return lease
+
+
+def _end(
+    generation: Generation,
+    reason: str,
+    *,
+    token: int | None = None,
+    text: str = "",
+    logprobs: TokenLogprobs | None = None,
+    error: str | None = None,
+) -> None:
+    generation.finish_reason, generation.error = reason, error
+    generation.finished = time.monotonic()
+    _tell(generation, Delta(token, text, logprobs, reason, error))
+
+
+def _tell(generation: Generation, delta: Delta) -> None:
+    generation.text += delta.text
+    if generation.on_delta is not None:
+        generation.on_delta(delta)
+
+
+def _words(error: Exception) -> str:
+    return str(error.args[0]) if error.args else type(error).__name__
+
+
+def _checked_buckets(buckets: Sequence[int] | None, context: int) -> tuple[int, ...]:
+    if buckets is None:
+        powers = [16 << n for n in range(20) if 16 << n < context]
+        return (*powers, context)
+    found = tuple(sorted(set(buckets)))
+    if not found or found[0] < 1 or found[-1] > context:
+        raise ValueError(
+            f"buckets is {list(buckets)}; expected lengths from 1 to context {context}"
+        )
+    return found

@@ -1,0 +1,300 @@
+"""The compiled programs of an engine: one prefill for each bucket, one decode step for all rows.
+
+Letters beyond the table of design.md: T cache slots of a row, M columns of a row's own map, P
+tables. What a row is served with (adapter, rule, sampling) is data in `RowSettings`, so that
+requests come and go without a compilation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from molora_jax.adapters import AdapterStack
+from molora_jax.generation.request import MAX_LOGPROBS
+from molora_jax.generation.sampling import Sampling, sample
+from molora_jax.models.decoder import Decoder, KVCache
+from molora_jax.routing.control import KEEP, switch_columns
+from molora_jax.routing.fixed import RouterData
+from molora_jax.routing.select import place, select
+from pallas_kernels import Routing
+
+Stacks = dict[str, AdapterStack]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+@typing.no_type_check  # of one row (no B) or of all
+class RowSettings:
+    """What a request asks of its row.
+
+    table     which of the tables says what a token switches to; 0 switches nothing
+    columns   slot of each of the row's columns, −1 for none
+    initial   the column in force before the first switch, −1 for the base
+    learned   the learned router chooses among `columns`, and not the table
+    """
+
+    table: Int[Array, "*B"]
+    columns: Int[Array, "*B M"]
+    initial: Int[Array, "*B"]
+    learned: Bool[Array, "*B"]
+    temperature: Float[Array, "*B"]
+    top_k: Int[Array, "*B"]
+    top_p: Float[Array, "*B"]
+    seed: UInt32[Array, "*B"]
+    logprobs: Bool[Array, "*B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+@typing.no_type_check
+class EngineState:
+    """All rows between two steps; donated to every program.
+
+    tokens  (B,) the last token of each row, not read yet
+    column  (B,) the column in force behind what was read
+    count   (B,) tokens generated so far
+    """
+
+    cache: KVCache
+    tokens: Int[Array, " B"]
+    column: Int[Array, " B"]
+    count: Int[Array, " B"]
+    rows: RowSettings
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+@typing.no_type_check
+class StepOut:
+    """What the host reads after a program.
+
+    tokens     (B,) the next token of each row
+    finite     (B,) whether its logits were; where not, the token means nothing
+    logprob    (B,), and top_ids, top_logprobs (B, 20): zeros unless a row asked for them
+    routing    (L, N, k) of the tokens that were read, None without adapters
+    """
+
+    tokens: Int[Array, " B"]
+    finite: Bool[Array, " B"]
+    logprob: Float[Array, " B"]
+    top_ids: Int[Array, "B t"]
+    top_logprobs: Float[Array, "B t"]
+    routing: Routing | None
+
+
+def row_settings(
+    columns: np.ndarray,
+    *,
+    table: int = 0,
+    initial: int = -1,
+    learned: bool = False,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    logprobs: bool = False,
+) -> RowSettings:
+    """One row's settings on the host, in the dtypes that the programs are compiled for."""
+    fields: dict[str, Any] = {
+        "table": np.int32(table),
+        "columns": columns.astype(np.int32),
+        "initial": np.int32(initial),
+        "learned": np.bool_(learned),
+        "temperature": np.float32(sampling.temperature),
+        "top_k": np.int32(sampling.top_k),
+        "top_p": np.float32(sampling.top_p),
+        "seed": np.uint32(seed),
+        "logprobs": np.bool_(logprobs),
+    }
+    return RowSettings(**fields)
+
+
+def idle_settings(num_columns: int) -> RowSettings:
+    """The base, greedy."""
+    return row_settings(np.full(num_columns, -1))
+
+
+def empty_state(decoder: Decoder, *, rows: int, context: int, num_columns: int) -> EngineState:
+    """No row in use."""
+    c = decoder.config
+    shape = (rows, c.num_kv_heads, context, c.head_dim)
+    dtype = decoder.embedding[...].dtype
+
+    def per_layer():
+        return tuple(jnp.zeros(shape, dtype) for _ in range(c.num_layers))
+
+    return EngineState(
+        cache=KVCache(
+            per_layer(),
+            per_layer(),
+            filled=jnp.zeros((rows, context), bool),
+            next_slot=jnp.zeros(rows, jnp.int32),
+        ),
+        tokens=jnp.zeros(rows, jnp.int32),
+        column=jnp.full(rows, -1, jnp.int32),
+        count=jnp.zeros(rows, jnp.int32),
+        rows=jax.tree.map(
+            lambda leaf: jnp.asarray(np.broadcast_to(leaf, (rows, *leaf.shape))),
+            idle_settings(num_columns),
+        ),
+    )
+
+
+class RowsRouter(nnx.Module):
+    """Each row by its own rule: the column in force, or what a learned router makes of its map.
+
+    slots    (B, S) the slot of each token's column in force, −1 for the base
+    chooses  (B, S) whether the learned router decides instead
+    columns  (B, M) slot of each column of the row's map; the learned router's are the first C
+    learned  a router with logits of its own in every layer ("per_layer") or once ("shared")
+    """
+
+    def __init__(self, slots, chooses, columns, learned: Any | None):
+        self.learned = learned
+        self.decision = "input" if learned is None else learned.decision
+        self.top_k = 1 if learned is None else learned.top_k
+        self.num_columns = 0 if learned is None else learned.num_columns
+        self.after_layer = None if learned is None else learned.after_layer
+        # The decoder takes one layer's slice of every leaf of a router that speaks in each.
+        layers = (learned.num_layers,) if learned and self.decision == "per_layer" else ()
+
+        def held(leaf):
+            return RouterData(jnp.broadcast_to(leaf, (*layers, *leaf.shape)))
+
+        self.slots, self.chooses = held(slots), held(chooses)
+        self.columns = held(columns[:, : self.num_columns])
+
+    def __call__(self, token_ids, hidden, mask, state=None, column_to_slot=None):
+        """Routing (N, k), the learned router's logits or None, and `state` as it came."""
+        fixed = self.before(mask)
+        if self.learned is None:
+            return fixed, None, state
+        S = mask.shape[1]
+        logits = self.learned.logits(hidden.reshape(-1, hidden.shape[-1]))
+        own_map = jnp.repeat(self.columns[...], S, axis=0)
+        chooses = (self.chooses[...] & mask).reshape(-1)
+        chosen = select(
+            logits, chooses, top_k=self.top_k, gate=self.learned.gate, column_to_slot=own_map
+        )
+        routing = jax.tree.map(
+            lambda one, other: jnp.where(chooses[:, None], one, other), chosen, fixed
+        )
+        return routing, logits, state
+
+    def before(self, mask: Bool[Array, "B S"]) -> Routing:
+        """The columns in force alone, as used by layers before a shared decision."""
+        slots = jnp.where(mask & ~self.chooses[...], self.slots[...], -1).reshape(-1, 1)
+        rest = ((0, 0), (0, self.top_k - 1))
+        ids = jnp.pad(slots, rest, constant_values=-1)
+        return Routing(ids, jnp.where(ids >= 0, 1.0, 0.0).astype(jnp.float32))
+
+
+def prefill(
+    decoder: Decoder,
+    stacks: Stacks | None,
+    learned: Any | None,
+    tables: Int[Array, "P V"],
+    state: EngineState,
+    tokens: Int[Array, "1 S"],
+    length: Int[Array, ""],
+    row: Int[Array, ""],
+    settings: RowSettings,
+    *,
+    strategy: str = "auto",
+) -> tuple[EngineState, StepOut]:
+    """Reads a prompt into a row, whatever was there before, and chooses its first token."""
+    S = tokens.shape[1]
+    mask = jnp.arange(S)[None, :] < length
+    one = jax.tree.map(lambda leaf: leaf[None], settings)
+    columns, column = switch_columns(_entries(tables, one.table, tokens), one.initial, mask)
+    context = state.cache.filled.shape[1]
+    out, cache = decoder.prefill(
+        tokens, mask, cache_size=context, **_routed(stacks, learned, one, columns, strategy)
+    )
+    hidden = jax.lax.dynamic_slice_in_dim(out.hidden, length - 1, 1, axis=1)[:, 0]
+    chosen = _choose(decoder.logits(hidden), one, jnp.zeros(1, jnp.int32))
+    # The whole row is written, so that nothing of its last request stays, not even a NaN.
+    now = EngineState(cache, chosen["tokens"], column, jnp.ones(1, jnp.int32), one)
+    state = jax.tree.map(
+        lambda all_rows, this: jax.lax.dynamic_update_slice_in_dim(all_rows, this, row, axis=0),
+        state,
+        now,
+    )
+    return state, StepOut(**chosen, routing=out.routing)
+
+
+def decode(
+    decoder: Decoder,
+    stacks: Stacks | None,
+    learned: Any | None,
+    tables: Int[Array, "P V"],
+    state: EngineState,
+    active: Bool[Array, " B"],
+    *,
+    strategy: str = "auto",
+) -> tuple[EngineState, StepOut]:
+    """Reads the last token of every row and chooses the next. A row not active means nothing."""
+    rows = state.rows
+    tokens = jnp.where(active, state.tokens, 0)
+    columns, column = switch_columns(
+        _entries(tables, rows.table, tokens[:, None]), state.column, active[:, None]
+    )
+    out, cache = decoder.decode(
+        tokens, state.cache, active=active, **_routed(stacks, learned, rows, columns, strategy)
+    )
+    chosen = _choose(decoder.logits(out.hidden[:, 0]), rows, state.count)
+    state = EngineState(cache, chosen["tokens"], column, state.count + 1, rows)
+    return state, StepOut(**chosen, routing=out.routing)
+
+
+def _entries(tables, table, tokens):
+    """What each token (B, S) switches to, by its row's table (B,)."""
+    return tables[table[:, None], tokens].astype(jnp.int32)
+
+
+def _routed(stacks, learned, rows: RowSettings, columns, strategy: str) -> dict[str, Any]:
+    """The decoder's keywords: each token's slot, in the row's own map."""
+    if stacks is None:
+        return {}
+    slots = place(columns, rows.columns)
+    chooses = jnp.broadcast_to(rows.learned[:, None], columns.shape)
+    return {
+        "adapters": stacks,
+        "router": RowsRouter(slots, chooses, rows.columns, learned),
+        "strategy": strategy,
+    }
+
+
+def _choose(logits, rows: RowSettings, count) -> dict[str, Array]:
+    """The next token of each row (B,), and the numbers beside it that rows asked for."""
+    keys = jax.vmap(lambda seed, n: jax.random.fold_in(jax.random.key(seed), n))(rows.seed, count)
+    tokens = sample(keys, logits, rows.temperature, rows.top_k, rows.top_p)
+    B, t = tokens.shape[0], min(MAX_LOGPROBS, logits.shape[-1])
+
+    def numbers():
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        top, ids = jax.lax.top_k(log_p, t)
+        return jnp.take_along_axis(log_p, tokens[:, None], axis=1)[:, 0], ids, top
+
+    def none():
+        return jnp.zeros(B), jnp.zeros((B, t), jnp.int32), jnp.zeros((B, t))
+
+    logprob, ids, top = jax.lax.cond(rows.logprobs.any(), numbers, none)
+    return {
+        "tokens": tokens,
+        "finite": jnp.isfinite(logits).all(axis=-1),
+        "logprob": logprob,
+        "top_ids": ids,
+        "top_logprobs": top,
+    }
+
+
+def keep_table(vocab_size: int) -> np.ndarray:
+    """Table 0, in which no token switches anything."""
+    return np.full(vocab_size, KEEP, np.int16)

@@ -1,0 +1,133 @@
+"""What is asked of an engine, and what comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from molora_jax.adapters.hot_set import Version
+from molora_jax.generation.sampling import Sampling
+from pallas_kernels import Routing
+
+MAX_LOGPROBS = 20  # alternatives a token, as many as OpenAI's interface gives
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One continuation of one prompt.
+
+    prompt      token ids
+    max_tokens  new tokens at most
+    sampling    temperature, top_k, top_p
+    seed        of this request's draws: the same ones whatever else is in the batch
+    stop        texts that end the answer and are not part of it
+    ignore_eos  goes on behind the model's own end tokens
+    logprobs    None; 0 for the chosen tokens' own; n ≤ 20 for the n likeliest beside them
+    adapter     one adapter for every token, by name; None with `profile` None is the base
+    profile     a routing profile of the engine
+    among       of a learned profile, the adapters that may be chosen; None: all of its columns
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int = 16
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    adapter: str | None = None
+    profile: str | None = None
+    among: Sequence[str] | None = None
+
+    def __post_init__(self):
+        if not len(self.prompt):
+            raise ValueError("prompt is empty: it needs at least one token")
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):
+            raise ValueError(f"max_tokens is {self.max_tokens!r}; expected an integer")
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; expected 1 or more")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; expected 0 to 2**32 - 1")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise ValueError(f"logprobs is {self.logprobs}; expected 0 to {MAX_LOGPROBS}, or None")
+        if self.adapter is not None and self.profile is not None:
+            raise ValueError(
+                f"adapter {self.adapter!r} and profile {self.profile!r}: a request has one of them"
+            )
+        if self.among is not None and (self.profile is None or not self.among):
+            raise ValueError(
+                f"among is {self.among!r}; expected adapters of a learned profile, and that profile"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms of the probability before temperature and restrictions.
+
+    top  the likeliest tokens with theirs, in falling order, as many as were asked for
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """What one step added to an answer: one token (None for a cancelled one), and its text.
+
+    finish_reason  None while it goes on; "stop" (an end token or a stop text), "length",
+                   "cancelled", or "error" with `error` saying what
+    """
+
+    token: int | None
+    text: str
+    logprobs: TokenLogprobs | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Generation:
+    """A request on its way through an engine, growing until `finish_reason` is set.
+
+    versions  the adapters it is served with, fixed when it was admitted: by name (id, digest)
+    routing   of every token read, prompt and answer (the last token of an answer is not read), as
+              slots: Routing of (L, n, k) numpy arrays; None for an engine without adapters
+    """
+
+    id: int
+    request: Request
+    on_delta: Callable[[Delta], None] | None = None
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    versions: dict[str, Version] = dataclasses.field(default_factory=dict)
+    slots: dict[str, int] = dataclasses.field(default_factory=dict)
+    submitted: float = math.nan  # seconds of time.monotonic(), as the three below
+    admitted: float = math.nan
+    first_token: float = math.nan
+    finished: float = math.nan
+    _routing: list[Routing] = dataclasses.field(default_factory=list, repr=False)
+
+    @property
+    def done(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def routing(self) -> Routing | None:
+        if not self._routing:
+            return None
+        ids, gates = (
+            [getattr(r, name) for r in self._routing] for name in ("adapter_ids", "gates")
+        )
+        return Routing(np.concatenate(ids, axis=1), np.concatenate(gates, axis=1))
+
+    @property
+    def adapter_names(self) -> dict[int, str]:
+        """The name that each slot of `routing` had while this was served."""
+        return {slot: name for name, slot in self.slots.items()}
