@@ -6,7 +6,7 @@ C router columns.
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing, make_plan
 
 Given = Array | np.ndarray
+Stacks = dict[str, AdapterStack]
 KeyValue = tuple[Float[Array, "B Hk T Dh"], Float[Array, "B Hk T Dh"]]
 
 
@@ -194,7 +195,7 @@ class Decoder(nnx.Module):
         tokens: Int[Given, "B S"],
         mask: Bool[Given, "B S"] | None = None,
         *,
-        adapters: dict[str, AdapterStack] | None = None,
+        adapters: Stacks | Sequence[Stacks] | None = None,
         router=None,
         router_state: Int[Given, " B"] | None = None,
         column_to_slot: Int[Given, " C"] | None = None,
@@ -208,7 +209,8 @@ class Decoder(nnx.Module):
 
         tokens          (B, S); ids outside the vocabulary are refused; inside jit their row is NaN
         mask            (B, S), True for real tokens; None where all are
-        adapters        AdapterBank.stacks; they act only where `router` sends a token
+        adapters        AdapterBank.stacks, or its `layers` where the pass is unrolled; they act
+                        only where `router` sends a token
         router          any router of molora_jax.routing; needed with `adapters`, and the reverse
         router_state    of the tokens before these, where a text is read in parts; None: it begins
         column_to_slot  (C,) slot of each router column, −1 where it is not resident; None: identity
@@ -232,6 +234,11 @@ class Decoder(nnx.Module):
         )
 
         unroll = unroll or isinstance(self.layers, nnx.List)
+        if not unroll and not isinstance(adapters, Mapping | None):
+            raise ValueError(
+                "adapters are given layer by layer, which a scan over layers cannot read: pass "
+                "AdapterBank.stacks, or unroll=True"
+            )
 
         def body(carry, layer_slice):
             x, held = carry
@@ -282,7 +289,7 @@ class Decoder(nnx.Module):
         mask: Bool[Given, "B S"],
         *,
         cache_size: int,
-        adapters: dict[str, AdapterStack] | None = None,
+        adapters: Stacks | Sequence[Stacks] | None = None,
         router=None,
         router_state: Int[Given, " B"] | None = None,
         column_to_slot: Int[Given, " C"] | None = None,
@@ -320,7 +327,7 @@ class Decoder(nnx.Module):
         cache: KVCache,
         *,
         active: Bool[Given, " B"] | None = None,
-        adapters: dict[str, AdapterStack] | None = None,
+        adapters: Stacks | Sequence[Stacks] | None = None,
         router=None,
         router_state: Int[Given, " B"] | None = None,
         column_to_slot: Int[Given, " C"] | None = None,
@@ -425,7 +432,8 @@ class _Decision:
         self.input_logits = None
         if router is not None:
             check_reach(router, adapters, column_to_slot, vocab_size=decoder.config.vocab_size)
-            self.num_slots = next(iter(adapters.values())).lora_a.shape[1]
+            of_one = adapters if isinstance(adapters, Mapping) else adapters[0]
+            self.num_slots = next(iter(of_one.values())).lora_a.shape[-3]
             if (
                 self.kind == "shared"
                 and not 0 <= router.after_layer < decoder.config.num_layers - 1
@@ -478,6 +486,8 @@ class _Decision:
         if now is None:
             return None
         routing, plan = now
+        if not isinstance(stacks, Mapping):  # a dict for each layer: nothing to find in it
+            stacks, layer = stacks[layer], None
         return RoutedAdapters(stacks, routing, plan, self.strategy, self.backend, layer)
 
 

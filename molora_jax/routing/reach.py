@@ -4,7 +4,7 @@ Inside jit an id without an adapter can only mean the base. What is known on the
 refused there, so that the base is never served in place of an adapter that was asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ _COLUMNS = ("adapter_ids", "row_adapters", "table")
 
 def check_reach(
     router: Any,
-    adapters: Mapping[str, AdapterStack],
+    adapters: Mapping[str, AdapterStack] | Sequence[Mapping[str, AdapterStack]],
     column_to_slot: Int[ArrayLike, " C"] | None = None,
     *,
     vocab_size: int | None = None,
@@ -32,11 +32,12 @@ def check_reach(
     number of columns is checked; a vocabulary router must know all `vocab_size` token ids. Inside
     jit, where none of this can be read, nothing is checked.
     """
-    leaves = jax.tree.leaves((router, dict(adapters), column_to_slot))
+    leaves = jax.tree.leaves((router, adapters, column_to_slot))
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return
     kind = type(router).__name__
-    ranks = [np.asarray(stack.ranks) for stack in adapters.values()]
+    layers = [adapters] if isinstance(adapters, Mapping) else adapters
+    ranks = [np.atleast_2d(stack.ranks) for each in layers for stack in each.values()]
     num_slots = ranks[0].shape[1]
     slots = np.arange(num_slots) if column_to_slot is None else np.asarray(column_to_slot)
     if router.decision != "input":

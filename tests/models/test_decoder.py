@@ -262,6 +262,32 @@ def test_routed_decode_takes_the_decisions_of_one_pass(kind):
         np.testing.assert_array_equal(out.routing.adapter_ids, ids[:, :, at])
 
 
+@pytest.mark.parametrize("kind", ["sequence", "per_layer", "shared"])
+def test_adapters_layer_by_layer_compute_the_same(kind):
+    config = tiny_config()
+    decoder, stacks = Decoder(config, random_arrays(config)), random_stacks(config)
+    layers = [jax.tree.map(lambda leaf, at=at: leaf[at], stacks) for at in range(config.num_layers)]
+    tokens = jnp.asarray(np.random.default_rng(8).integers(0, config.vocab_size, (2, 7)))
+    router = routers(config, 2, 7)[kind]
+    ways = {"stacked": (decoder, stacks), "layers": (decoder.unstacked(), layers)}
+    found = {n: forward(d, tokens, adapters=a, router=router)[1] for n, (d, a) in ways.items()}
+    np.testing.assert_allclose(found["layers"], found["stacked"], atol=1e-5)
+    _, cache = prefill(
+        decoder, tokens[:, :6], jnp.ones((2, 6), bool), cache_size=9, adapters=stacks, router=router
+    )
+    steps = [
+        decode(d, tokens[:, 6], jax.tree.map(jnp.copy, cache), adapters=a, router=router)[0].hidden
+        for d, a in ways.values()
+    ]
+    np.testing.assert_allclose(steps[0], steps[1], atol=1e-5)
+    with pytest.raises(ValueError, match="given layer by layer, which a scan"):
+        decoder(tokens, adapters=layers, router=router)
+    if kind == "sequence":
+        gone = [jax.tree.map(jnp.zeros_like, each) for each in layers]
+        with pytest.raises(ValueError, match="slot 2, which is empty"):
+            decoder.unstacked()(tokens, adapters=gone, router=router)
+
+
 def test_adapters_on_a_subset_of_projections():
     config = tiny_config()
     arrays = random_arrays(config)
