@@ -82,9 +82,11 @@ class Engine:
         self.profiles = Profiles(profiles or {}, config)
         self.max_waiting, self.strategy = max_waiting, strategy
         self._tables = jax.device_put(self.profiles.tables)
-        # A scan compiles quickly; on a GPU it would copy the weights of every layer.
+        # A scan compiles quickly; on a GPU it would copy the weights of every layer. On a CPU the
+        # step reads the adapters layer by layer for the same reason; a GPU kernel finds its layer.
         self._stepper = base.decoder.unstacked()
-        self._reader = self._stepper if jax.default_backend() == "gpu" else base.decoder
+        self._on_gpu = jax.default_backend() == "gpu"
+        self._reader = self._stepper if self._on_gpu else base.decoder
         self._state = programs.empty_state(
             base.decoder, rows=rows, context=context, num_columns=self.profiles.num_columns
         )
@@ -147,19 +149,17 @@ class Engine:
         They are compiled ahead of time: another shape would be refused by them and not compiled.
         """
         start = time.monotonic()
-        shared = (self._stacks, self.profiles.learned, self._tables, self._state)
-        for S in self.buckets:
-            arguments = self._prefill_arguments(
-                S, [0], 0, programs.idle_settings(self.profiles.num_columns)
-            )
-            if f"prefill {S}" not in self._programs:
-                jitted = self._jitted(programs.prefill)
-                lowered = jitted.lower(self._reader, *shared, *arguments)
-                self._programs[f"prefill {S}"] = lowered.compile()
-        if "decode" not in self._programs:
-            jitted = self._jitted(programs.decode)
-            active = np.zeros(self.rows, bool)
-            self._programs["decode"] = jitted.lower(self._stepper, *shared, active).compile()
+        idle = programs.idle_settings(self.profiles.num_columns)
+        missing: dict[str, tuple[Callable, tuple]] = {
+            f"prefill {S}": (programs.prefill, self._prefill_arguments(S, [0], 0, idle))
+            for S in self.buckets
+        }
+        missing["decode"] = programs.decode, (np.zeros(self.rows, bool),)
+        for name, (program, arguments) in missing.items():
+            if name not in self._programs:
+                chosen = functools.partial(program, strategy=self.strategy)
+                lowered = jax.jit(chosen, donate_argnums=4).lower(*self._shared(name), *arguments)
+                self._programs[name] = lowered.compile()
         if self.hot_set is not None:
             self.hot_set.warm_up()
         logging.info(
@@ -169,9 +169,6 @@ class Engine:
             time.monotonic() - start,
         )
         return len(self._programs)
-
-    def _jitted(self, program: Callable):
-        return jax.jit(functools.partial(program, strategy=self.strategy), donate_argnums=4)
 
     def step(self) -> list[Generation]:
         """Admits what fits, then gives every row one token. Returns the requests that ended."""
@@ -193,7 +190,7 @@ class Engine:
 
     def _decode(self) -> list[Generation]:
         active = np.array([row is not None for row in self._rows])
-        out = self._call("decode", self._stepper, active)
+        out = self._call("decode", active)
         self.steps += 1
         ended = []
         for index, row in enumerate(self._rows):
@@ -246,7 +243,7 @@ class Engine:
         arguments = self._prefill_arguments(
             S, request.prompt, index, self.profiles.settings(request, generation.slots)
         )
-        out = self._call(f"prefill {S}", self._reader, *arguments)
+        out = self._call(f"prefill {S}", *arguments)
         self._take(row, out, 0, slice(0, len(request.prompt)))
         if generation.done:
             self._free(index)
@@ -324,15 +321,18 @@ class Engine:
             except (KeyError, ValueError):  # said when it is admitted
                 continue
 
-    @property
-    def _stacks(self):
-        return None if self.hot_set is None else self.hot_set.bank.stacks
+    def _shared(self, name: str) -> tuple:
+        """The arguments of a program that do not belong to one call of it."""
+        decoding = name == "decode"
+        adapters = None
+        if self.hot_set is not None:
+            bank = self.hot_set.bank
+            adapters = bank.layers if decoding and not self._on_gpu else bank.stacks
+        decoder = self._stepper if decoding else self._reader
+        return decoder, adapters, self.profiles.learned, self._tables, self._state
 
-    def _call(self, name: str, decoder, *arguments) -> programs.StepOut:
-        program = self._programs[name]
-        self._state, out = program(
-            decoder, self._stacks, self.profiles.learned, self._tables, self._state, *arguments
-        )
+    def _call(self, name: str, *arguments) -> programs.StepOut:
+        self._state, out = self._programs[name](*self._shared(name), *arguments)
         return jax.device_get(out)
 
     def _prefill_arguments(self, S: int, prompt: Sequence[int], row: int, settings) -> tuple:

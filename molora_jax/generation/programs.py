@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from molora_jax.routing.select import place, select
 from pallas_kernels import Routing
 
 Stacks = dict[str, AdapterStack]
+Adapters = Stacks | Sequence[Stacks]
 
 
 @jax.tree_util.register_dataclass
@@ -197,7 +199,7 @@ class RowsRouter(nnx.Module):
 
 def prefill(
     decoder: Decoder,
-    stacks: Stacks | None,
+    adapters: Adapters | None,
     learned: Any | None,
     tables: Int[Array, "P V"],
     state: EngineState,
@@ -215,7 +217,7 @@ def prefill(
     columns, column = switch_columns(_entries(tables, one.table, tokens), one.initial, mask)
     context = state.cache.filled.shape[1]
     out, cache = decoder.prefill(
-        tokens, mask, cache_size=context, **_routed(stacks, learned, one, columns, strategy)
+        tokens, mask, cache_size=context, **_routed(adapters, learned, one, columns, strategy)
     )
     hidden = jax.lax.dynamic_slice_in_dim(out.hidden, length - 1, 1, axis=1)[:, 0]
     chosen = _choose(decoder.logits(hidden), one, jnp.zeros(1, jnp.int32))
@@ -231,7 +233,7 @@ def prefill(
 
 def decode(
     decoder: Decoder,
-    stacks: Stacks | None,
+    adapters: Adapters | None,
     learned: Any | None,
     tables: Int[Array, "P V"],
     state: EngineState,
@@ -246,7 +248,7 @@ def decode(
         _entries(tables, rows.table, tokens[:, None]), state.column, active[:, None]
     )
     out, cache = decoder.decode(
-        tokens, state.cache, active=active, **_routed(stacks, learned, rows, columns, strategy)
+        tokens, state.cache, active=active, **_routed(adapters, learned, rows, columns, strategy)
     )
     chosen = _choose(decoder.logits(out.hidden[:, 0]), rows, state.count)
     state = EngineState(cache, chosen["tokens"], column, state.count + 1, rows)
@@ -258,14 +260,14 @@ def _entries(tables, table, tokens):
     return tables[table[:, None], tokens].astype(jnp.int32)
 
 
-def _routed(stacks, learned, rows: RowSettings, columns, strategy: str) -> dict[str, Any]:
+def _routed(adapters, learned, rows: RowSettings, columns, strategy: str) -> dict[str, Any]:
     """The decoder's keywords: each token's slot, in the row's own map."""
-    if stacks is None:
+    if adapters is None:
         return {}
     slots = place(columns, rows.columns)
     chooses = jnp.broadcast_to(rows.learned[:, None], columns.shape)
     return {
-        "adapters": stacks,
+        "adapters": adapters,
         "router": RowsRouter(slots, chooses, rows.columns, learned),
         "strategy": strategy,
     }

@@ -1,6 +1,6 @@
 """Tokens per second of the engine beside transformers and peft, on one model, in one run.
 
-    python -m experiments.against_peft [--rounds=2] [--new_tokens=32]
+    python -m tests.parity.against_peft [--rounds=2] [--new_tokens=32]
 
 in an environment with tests/parity/requirements.txt. Eight prompts of 64 tokens on four adapters of
 rank 16 over SmolLM2-135M, greedy, float32 on the CPU. peft gets the mixed batch by `adapter_names`,
