@@ -153,9 +153,11 @@ class HotSet:
         with self._lock:
             for name in names:
                 version = self.version(name)
-                full = len(self._transfers) >= self.bank.num_slots
-                if not (full or version.digest in self._transfers or self.is_resident(name)):
-                    self._transfers[version.digest] = version.staged.transfer()
+                if version.digest in self._transfers or self.is_resident(name):
+                    continue
+                if len(self._transfers) >= self.bank.num_slots:  # nobody came for the oldest
+                    del self._transfers[next(iter(self._transfers))]
+                self._transfers[version.digest] = version.staged.transfer()
 
     def warm_up(self) -> None:
         """Compiles the write of a slot, so that no load has to."""

@@ -106,8 +106,9 @@ class Engine:
     ) -> Generation:
         """Queues a request; `on_delta` is called by the stepping thread with each of its tokens.
 
-        Raises ValueError or KeyError for what can never be served (ids outside the vocabulary, too
-        long, an unknown adapter or profile), QueueFull where too many wait already.
+        An exception in it is logged, and it is not called again. Raises ValueError or KeyError for
+        what can never be served (ids outside the vocabulary, too long, an unknown adapter or
+        profile), QueueFull where too many wait already.
         """
         self._check(request)
         with self.work:
@@ -393,7 +394,11 @@ def _end(
 def _tell(generation: Generation, delta: Delta) -> None:
     generation.text += delta.text
     if generation.on_delta is not None:
-        generation.on_delta(delta)
+        try:
+            generation.on_delta(delta)
+        except Exception:  # the caller's: it must not cost the other rows of the step their tokens
+            logging.exception("request %d: its on_delta failed; not called again", generation.id)
+            generation.on_delta = None
 
 
 def _words(error: Exception) -> str:

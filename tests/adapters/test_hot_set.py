@@ -171,10 +171,18 @@ def test_prefetched_copies_are_used_and_nothing_recompiles(hot):
             hot.prefetch([name])
             assert_slot_is(hot.bank, slot(hot, name), made[name])
         hot.prefetch(["b", "c", "d"])
-        assert len(hot._transfers) == 2  # bounded by the slots
+        assert len(hot._transfers) == 2
         hot.replace("b", made["a"])  # the copy of the old version is not what b means now
         assert_slot_is(hot.bank, slot(hot, "b"), made["a"])
     assert not compiled
+
+
+def test_copies_that_nobody_came_for_are_given_up():
+    hot = HotSet(AdapterBank(BASE, num_slots=2, max_rank=4))
+    made = add(hot, "a", "b", "c")
+    hot.prefetch(["a", "b", "c"])  # each takes a slot's bytes beside the bank
+    assert list(hot._transfers) == [made["b"].digest, made["c"].digest]
+    assert_slot_is(hot.bank, slot(hot, "a"), made["a"])
 
 
 def test_names_change_in_other_threads_while_leases_come_and_go(hot):

@@ -255,6 +255,23 @@ def test_deltas_stream_the_text_and_end_once(engine):
     assert generation.first_token < generation.finished
 
 
+def test_a_callback_that_fails_costs_no_row_its_tokens(engine, caplog):
+    requests = [Request(prompt=prompt(i), max_tokens=8, ignore_eos=True) for i in range(3)]
+    expected = [alone(engine, request).tokens for request in requests]
+
+    def fail(delta):
+        raise RuntimeError("the connection is gone")
+
+    running = [
+        engine.submit(request, on_delta=fail if i == 1 else None)
+        for i, request in enumerate(requests)
+    ]
+    while not engine.idle:
+        engine.step()
+    assert [each.tokens for each in running] == expected
+    assert "its on_delta failed" in caplog.text
+
+
 def test_stop_texts_end_tokens_and_length(engine, base):
     free = alone(engine, Request(prompt=prompt(60), max_tokens=16, ignore_eos=True))
     at = next(i for i in range(3, 12) if free.text[i].isprintable() and free.text[i].strip())
