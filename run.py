@@ -335,7 +335,8 @@ def _without_effect(written: str, sources: Sequence[str], short: str) -> Iterato
 def _explain(error: Exception, module: Any, short: str) -> str:
     """gin's message, and the nearest names to the binding that it quotes."""
     text = str(error) or type(error).__name__
-    if isinstance(error, RecursionError | MemoryError):
+    # Python 3.12's tokenizer counts parentheses itself.
+    if isinstance(error, RecursionError | MemoryError) or "too many nested" in text:
         return "a binding is nested too deep, or refers to itself"
     if undefined := re.search(r"In call to configurable 'macro' .* in scope '(.*)'", text):
         return f"macro %{one_line(undefined[1])} is read and not defined"
