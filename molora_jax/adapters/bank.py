@@ -217,9 +217,11 @@ class AdapterBank:
         return occupant.slot
 
     def warm_up(self) -> None:
-        """Compiles the write of a slot, by writing an empty one anew."""
-        if None in self._occupants:
-            self._write(self._occupants.index(None), self.format.empty())
+        """Compiles the write of a slot, by writing the first one anew with what it holds."""
+        first = self._occupants[0]
+        self._write(
+            0, self.format.content(first.adapter, first.name) if first else self.format.empty()
+        )
 
     def hold(self, key: str) -> Occupant:
         """One more request uses the adapter: until `release` its slot stays as it is."""

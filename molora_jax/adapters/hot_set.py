@@ -12,7 +12,6 @@ from absl import logging
 from molora_jax.adapters.adapter import Adapter
 from molora_jax.adapters.bank import AdapterBank, Occupant
 from molora_jax.adapters.names import check_label, nearest, shortened
-from molora_jax.adapters.report import LoadReport
 from molora_jax.adapters.slot_format import Stacks, StagedAdapter, readable_size
 
 
@@ -27,10 +26,6 @@ class Version:
     @property
     def digest(self) -> str:
         return self.staged.digest
-
-    @property
-    def report(self) -> LoadReport:
-        return dataclasses.replace(self.staged.report, name=self.name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,10 +153,6 @@ class HotSet:
                 if len(self._transfers) >= self.bank.num_slots:  # nobody came for the oldest
                     del self._transfers[next(iter(self._transfers))]
                 self._transfers[version.digest] = version.staged.transfer()
-
-    def warm_up(self) -> None:
-        """Compiles the write of a slot, so that no load has to."""
-        self.bank.warm_up()
 
     def acquire(self, names: Sequence[str]) -> Lease | None:
         """A lease of all these adapters together, or None where slots must become free first.

@@ -96,8 +96,6 @@ class Engine:
         self._cancelled: set[int] = set()
         self._next_id = 0
         self._lock = threading.Lock()
-        self.work = threading.Condition(self._lock)  # notified when a request arrives
-        self.steps = 0
 
     # From any thread
 
@@ -111,7 +109,7 @@ class Engine:
         profile), QueueFull where too many wait already.
         """
         self._check(request)
-        with self.work:
+        with self._lock:
             if len(self._waiting) >= self.max_waiting:
                 raise QueueFull(
                     f"{len(self._waiting)} requests wait already (max_waiting "
@@ -120,27 +118,19 @@ class Engine:
             generation = Generation(self._next_id, request, on_delta, submitted=time.monotonic())
             self._next_id += 1
             self._waiting.append(generation)
-            self.work.notify_all()
         return generation
 
     def cancel(self, generation: Generation) -> None:
         """Ends a request before its next token, wherever it is; nothing where it is done."""
-        with self.work:
+        with self._lock:
             if not generation.done:
                 self._cancelled.add(generation.id)
-                self.work.notify_all()
 
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing is being decoded."""
         with self._lock:
             return not self._waiting and not any(self._rows)
-
-    @property
-    def load(self) -> tuple[int, int]:
-        """Requests being decoded, and requests that wait."""
-        with self._lock:
-            return sum(row is not None for row in self._rows), len(self._waiting)
 
     # From the thread that steps
 
@@ -162,7 +152,7 @@ class Engine:
                 lowered = jax.jit(chosen, donate_argnums=4).lower(*self._shared(name), *arguments)
                 self._programs[name] = lowered.compile()
         if self.hot_set is not None:
-            self.hot_set.warm_up()
+            self.hot_set.bank.warm_up()
         logging.info(
             "engine: %d programs (%s) compiled in %.1f s",
             len(self._programs),
@@ -192,7 +182,6 @@ class Engine:
     def _decode(self) -> list[Generation]:
         active = np.array([row is not None for row in self._rows])
         out = self._call("decode", active)
-        self.steps += 1
         ended = []
         for index, row in enumerate(self._rows):
             if row is not None:

@@ -94,6 +94,7 @@ class Generation:
     """A request on its way through an engine, growing until `finish_reason` is set.
 
     versions  the adapters it is served with, fixed when it was admitted: by name (id, digest)
+    slots     where they lay, by name: what the ids of `routing` mean
     routing   of every token read, prompt and answer (the last token of an answer is not read), as
               slots: Routing of (L, n, k) numpy arrays; None for an engine without adapters
     """
@@ -126,8 +127,3 @@ class Generation:
             [getattr(r, name) for r in self._routing] for name in ("adapter_ids", "gates")
         )
         return Routing(np.concatenate(ids, axis=1), np.concatenate(gates, axis=1))
-
-    @property
-    def adapter_names(self) -> dict[int, str]:
-        """The name that each slot of `routing` had while this was served."""
-        return {slot: name for name, slot in self.slots.items()}

@@ -222,6 +222,23 @@ def test_names_change_in_other_threads_while_leases_come_and_go(hot):
 # The bank below it.
 
 
+def test_a_full_bank_is_warmed_up_too_and_stays_as_it_is():
+    bank = AdapterBank(BASE, num_slots=2, max_rank=2)  # of a size that no other test compiles
+    first, second = (make_adapter(name, rank=2, seed=at) for at, name in enumerate("ab"))
+    bank.load(first)
+    bank.load(second)
+    assert len(bank.layers) == BASE.num_layers
+    bank.warm_up()
+    third = bank.stage(make_adapter("c", rank=2, seed=9))
+    with count_compilations() as compiled:
+        bank.load(third, evict=True)
+    assert not compiled
+    assert_slot_is(bank, 0, make_adapter("c", rank=2, seed=9))
+    bank.warm_up()
+    assert_slot_is(bank, 0, make_adapter("c", rank=2, seed=9))
+    assert_slot_is(bank, 1, second)
+
+
 def test_slots_in_use_refuse_unload_and_replace():
     bank = AdapterBank(BASE, num_slots=1, max_rank=4)
     bank.load(make_adapter("a", seed=1))
