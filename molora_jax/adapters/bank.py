@@ -21,13 +21,12 @@ from molora_jax.adapters.report import LoadReport
 from molora_jax.adapters.slot_format import (
     HostSlot,
     SlotFormat,
-    Stacks,
     StagedAdapter,
     check_positive,
     readable_size,
     zeros,
 )
-from molora_jax.adapters.stack import AdapterStack
+from molora_jax.adapters.stack import AdapterStack, Stacks
 
 
 class BankFull(ValueError):

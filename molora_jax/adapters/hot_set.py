@@ -12,7 +12,8 @@ from absl import logging
 from molora_jax.adapters.adapter import Adapter
 from molora_jax.adapters.bank import AdapterBank, Occupant
 from molora_jax.adapters.names import check_label, nearest, shortened
-from molora_jax.adapters.slot_format import Stacks, StagedAdapter, readable_size
+from molora_jax.adapters.slot_format import StagedAdapter, readable_size
+from molora_jax.adapters.stack import Stacks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,10 +87,8 @@ def check_fields(config: Mapping[str, Any], *, where: str) -> tuple[list[str], l
             f"be merged, {_MERGE}"
         )
     _check_task(config.get("task_type"), where, notes)
-    for name, (neutral, way_out) in REFUSED.items():
-        value = config.get(name)
-        if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
-            raise ValueError(f"{where}: {name} is {brief(value)}; {way_out}")
+    for name, value in refused_fields(config).items():
+        raise ValueError(f"{where}: {name} is {brief(value)}; {REFUSED[name][1]}")
     if ignored := sorted(name for name in NO_EFFECT | OLD if config.get(name)):
         notes.append("without effect on the result: " + ", ".join(ignored))
     if revision := config.get("revision"):
@@ -107,6 +105,16 @@ def check_fields(config: Mapping[str, Any], *, where: str) -> tuple[list[str], l
             "adapter to plain LoRA (PEFT: path_initial_model_for_weight_conversion)"
         )
     return notes, warnings
+
+
+def refused_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of REFUSED that are set to what makes the adapter another kind than plain LoRA."""
+    found = {}
+    for name, (neutral, _) in REFUSED.items():
+        value = config.get(name)
+        if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
+            found[name] = value
+    return found
 
 
 def _check_task(task: Any, where: str, notes: list[str]) -> None:

@@ -13,9 +13,8 @@ import numpy as np
 from molora_jax.adapters.adapter import Adapter, BaseShape
 from molora_jax.adapters.names import PROJECTIONS, split_module
 from molora_jax.adapters.report import LoadReport
-from molora_jax.adapters.stack import AdapterStack
+from molora_jax.adapters.stack import AdapterStack, Stacks
 
-Stacks = dict[str, AdapterStack]
 # One slot on the host: (lora_a (L, R, D), lora_b (L, R, F), ranks (L,)) per projection.
 HostSlot = dict[str, tuple[np.ndarray, ...]]
 

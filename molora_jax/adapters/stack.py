@@ -26,3 +26,6 @@ class AdapterStack:
     lora_a: Float[Array, "*L K R D"]
     lora_b: Float[Array, "*L K R F"]
     ranks: Int[Array, "*L K"]
+
+
+Stacks = dict[str, AdapterStack]  # by projection

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from molora_jax.adapters import AdapterStack
+from molora_jax.adapters.stack import Stacks
 from molora_jax.generation.request import MAX_LOGPROBS
 from molora_jax.generation.sampling import Sampling, sample
 from molora_jax.models.decoder import Decoder, KVCache
@@ -27,7 +27,6 @@ from molora_jax.routing.fixed import RouterData
 from molora_jax.routing.select import place, select
 from pallas_kernels import Routing
 
-Stacks = dict[str, AdapterStack]
 Adapters = Stacks | Sequence[Stacks]
 
 

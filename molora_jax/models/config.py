@@ -153,7 +153,7 @@ class ModelConfig:
             or heads,
             head_dim=read("head_dim", None) or read("hidden_size") // heads,
             rms_norm_eps=float(read("rms_norm_eps", 1e-6)),
-            rope_theta=_theta(rope_entry.get("rope_theta", read("rope_theta", 10000.0))),
+            rope_theta=float(rope_entry.get("rope_theta", read("rope_theta", 10000.0))),
             rope_scaling=scaling,
             tie_word_embeddings=bool(read("tie_word_embeddings", False)),
             qkv_bias=bias or family == "qwen2",
@@ -249,12 +249,6 @@ def _unique_ids(entries: Iterable[int | list[int] | None]) -> tuple[int, ...]:
     for entry in entries:
         flat += entry if isinstance(entry, list | tuple) else [entry]
     return tuple(dict.fromkeys(int(token) for token in flat if token is not None))
-
-
-def _theta(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"config.json: rope_theta is {one_line(repr(value))}; expected a number")
-    return float(value)
 
 
 def _rope_entry(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from molora_jax.adapters import AdapterStack
+from molora_jax.adapters.stack import Stacks
 from molora_jax.layers import MoLoRALinear, RoutedAdapters, linear, project, rms_norm
 from molora_jax.models.config import ModelConfig, rope_frequencies
 from molora_jax.routing.reach import check_reach
@@ -23,7 +23,6 @@ from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing, make_plan
 
 Given = Array | np.ndarray
-Stacks = dict[str, AdapterStack]
 KeyValue = tuple[Float[Array, "B Hk T Dh"], Float[Array, "B Hk T Dh"]]
 
 

@@ -61,7 +61,7 @@ _HF_ROPE = {
 # A null stands for the default in every other field.
 _HF_NOT_NULL = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "max_position_embeddings rms_norm_eps"
+    "max_position_embeddings rms_norm_eps rope_theta"
 )
 _GGUF = {
     "size": "context_length attention.head_count attention.head_count_kv attention.key_length "
@@ -80,7 +80,7 @@ def check_hf_fields(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
     _check(config, _HF, "config.json: ", not_null=_HF_NOT_NULL)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(entry := config.get(name), Mapping):
-            _check(entry, _HF_ROPE, f"config.json: {name}.")
+            _check(entry, _HF_ROPE, f"config.json: {name}.", not_null="rope_theta")
     _check(generation, {"ids": "eos_token_id"}, "generation_config.json: ")
 
 

@@ -18,7 +18,8 @@ from molora_jax.adapters.composition_record import (
     read_record,
     seal,
 )
-from molora_jax.adapters.lora_config import lora_scale
+from molora_jax.adapters.lora_config import LoraSettings, read_config
+from molora_jax.adapters.lora_fields import READ, refused_fields
 from molora_jax.adapters.lowrank import update_norm
 from molora_jax.adapters.names import split_module
 from molora_jax.adapters.peft_folder import WEIGHTS_FILE, PeftFolder, read_peft_folder
@@ -33,17 +34,6 @@ from molora_jax.training.checkpoint import describe_checkpoint, find_checkpoints
 
 # A LoRA matrix of any architecture: what stands before it names the module.
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
-# Settings that make an adapter another kind than plain LoRA, with their neutral values.
-_VARIANTS = {
-    "use_dora": (None, False),
-    "bias": (None, "none"),
-    "lora_bias": (None, False),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-    "layer_replication": (None, []),
-    "use_qalora": (None, False),
-}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,7 +90,7 @@ def inspect_adapter(
         "kind": "adapter",
         "name": name or folder.label,
         "type": config.get("peft_type"),
-        "variants": {k: config[k] for k, unset in _VARIANTS.items() if config.get(k) not in unset},
+        "variants": refused_fields(config),
         "base": public_base_name(_text_or_none(config.get("base_model_name_or_path"))),
         "r": config.get("r"),
         "alpha": config.get("lora_alpha"),
@@ -201,11 +191,13 @@ def _pairs(
     for key, tensor in folder.tensors.items():
         if match := _MATRIX.fullmatch(key):
             halves.setdefault(match[1], {})[match[2]] = key, tensor
-    pairs = {}
+    pairs, settings = {}, _settings(folder.config)
     for module, pair in halves.items():
+        if settings is None:
+            break
         try:
             (key_a, a), (key_b, b) = pair["A"], pair["B"]
-            pairs[module] = LoraPair(a, b, _scale(folder.config, module, len(a)))
+            pairs[module] = LoraPair(a, b, settings.scale(module))
         except (KeyError, ValueError):  # a half, or shapes that make no product: an other tensor
             continue
         del others[key_a], others[key_b]
@@ -213,18 +205,13 @@ def _pairs(
     return (pairs if adapter is None else dict(adapter.modules)), others
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """By PEFT's rule, as far as the config can be believed; NaN where it cannot."""
-    alpha = config.get("lora_alpha", 8)
-    patterns = config.get("alpha_pattern")
+def _settings(config: Mapping[str, Any]) -> LoraSettings | None:
+    """What the config says of ranks and scales, other kinds left aside; None if it is no sense."""
+    plain = {name: value for name, value in config.items() if name in READ}
     try:
-        for pattern, value in (patterns if isinstance(patterns, dict) else {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                alpha = value
-                break
-        return lora_scale(alpha, rank, use_rslora=config.get("use_rslora") is True)
-    except (TypeError, ValueError, ZeroDivisionError, re.error):
-        return math.nan
+        return read_config({**plain, "peft_type": "LORA", "task_type": None}, where="here")
+    except ValueError:
+        return None
 
 
 def _projections(pairs: Mapping[str, LoraPair], relative: Any) -> dict[str, dict[str, Any]]:

@@ -195,3 +195,12 @@ def test_llama3_scaling_keeps_short_waves_and_stretches_long_ones():
     np.testing.assert_allclose(ratio[-1], 1 / 8, rtol=1e-6)
     assert np.all(np.diff(ratio) <= 1e-6)
     assert np.any((ratio > 0.2) & (ratio < 0.9))  # the ramp between
+
+
+@pytest.mark.parametrize("place", ["top", "rope_parameters"])
+def test_a_null_rope_theta_is_named(place):
+    change = {"rope_theta": None}
+    if place != "top":
+        change = {place: {"rope_type": "default", "rope_theta": None}}
+    with pytest.raises(ValueError, match=r"config\.json: (rope_parameters\.)?rope_theta is None"):
+        ModelConfig.from_hf(LLAMA | change)
