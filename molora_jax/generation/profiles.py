@@ -42,11 +42,9 @@ class Profile:
         return self.router.num_columns  # type: ignore[attr-defined]
 
     @property
-    def table(self) -> np.ndarray | None:
-        """What each token id switches to, of a rule that reads tokens; else None."""
-        if isinstance(self.router, VocabularyRouter | ControlTokenRouter):
-            return np.asarray(self.router.table[...])
-        return None
+    def reads_tokens(self) -> bool:
+        """Whether the rule is a table of token ids, and not a router with logits."""
+        return isinstance(self.router, VocabularyRouter | ControlTokenRouter)
 
 
 class Profiles:
@@ -81,7 +79,7 @@ class Profiles:
         profile = self[request.profile]
         if request.among is None:
             return list(profile.adapters)
-        if profile.table is not None:
+        if profile.reads_tokens:
             raise ValueError(
                 f"profile {request.profile!r} reads tokens; among is for learned profiles"
             )
@@ -121,7 +119,7 @@ class Profiles:
                 columns,
                 table=self._table_of.get(request.profile, 0),
                 initial=getattr(profile.router, "initial", -1),
-                learned=profile.table is None,
+                learned=not profile.reads_tokens,
                 **common,
             )
         if request.adapter is None:
@@ -132,7 +130,7 @@ class Profiles:
 
 def _one_learned(profiles: Mapping[str, Profile], config: ModelConfig) -> Router | None:
     """The one router with logits that the compiled step runs, if any profile has one."""
-    found = {id(p.router): p.router for p in profiles.values() if p.table is None}
+    found = {id(p.router): p.router for p in profiles.values() if not p.reads_tokens}
     if len(found) > 1:
         raise ValueError(
             f"{len(found)} routers with logits: a compiled step runs one. Make an engine for each"
@@ -152,8 +150,9 @@ def _tables(profiles: Mapping[str, Profile], vocab_size: int) -> tuple[np.ndarra
     """(P, V) tables, the first of which switches nothing, and the row of each profile's."""
     tables, table_of = [programs.keep_table(vocab_size)], {}
     for name, profile in profiles.items():
-        if (table := profile.table) is None:
+        if not profile.reads_tokens:
             continue
+        table = np.asarray(profile.router.table[...])  # type: ignore[attr-defined]
         if len(table) != vocab_size:
             raise ValueError(
                 f"profile {name!r} has a table of {len(table)} token ids and the model "

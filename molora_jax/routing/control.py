@@ -14,7 +14,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from molora_jax.routing.fixed import RouterData, check_columns, one_each
+from molora_jax.routing.fixed import RouterData, as_table, check_columns, one_each
 from molora_jax.routing.select import resident_columns
 from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing
@@ -52,12 +52,7 @@ class ControlTokenRouter(nnx.Module):
     def __init__(
         self, table: Int[ArrayLike, " V"], *, initial: int = -1, num_columns: int | None = None
     ):
-        table = np.asarray(table)
-        if table.ndim != 1 or not table.size or not np.issubdtype(table.dtype, np.integer):
-            raise ValueError(
-                f"table has shape {table.shape} and dtype {table.dtype}: expected (V,) integers, "
-                "a column, -1 or KEEP for each token id"
-            )
+        table = as_table(table)
         if num_columns is None:
             num_columns = max(int(table.max()) + 1, initial + 1, 1)
         check_columns("table", table, num_columns, least=KEEP)

@@ -31,12 +31,7 @@ class VocabularyRouter(nnx.Module):
     """
 
     def __init__(self, table: Int[ArrayLike, " V"], *, num_columns: int | None = None):
-        table = np.asarray(table)
-        if table.ndim != 1 or not table.size or not np.issubdtype(table.dtype, np.integer):
-            raise ValueError(
-                f"table has shape {table.shape} and dtype {table.dtype}: expected (V,) integers, "
-                "one column for each token id"
-            )
+        table = as_table(table)
         if num_columns is None:
             num_columns = max(int(table.max()) + 1, 1)
         check_columns("table", table, num_columns)
@@ -219,6 +214,17 @@ def one_each(columns: Int[Array, "B S"], column_to_slot: Int[Array, " C"] | None
     """Routing (N, 1) of whole adapters, gate 1."""
     ids = place(columns, column_to_slot).reshape(-1, 1)
     return Routing(ids, jnp.where(ids >= 0, 1.0, 0.0).astype(jnp.float32))
+
+
+def as_table(table: ArrayLike) -> np.ndarray:
+    """On the host; ValueError where it is not (V,) integers."""
+    table = np.asarray(table)
+    if table.ndim != 1 or not table.size or not np.issubdtype(table.dtype, np.integer):
+        raise ValueError(
+            f"table has shape {table.shape} and dtype {table.dtype}: expected (V,) integers, one "
+            "column for each token id"
+        )
+    return table
 
 
 def check_columns(
