@@ -96,6 +96,7 @@ class Engine:
         self._cancelled: set[int] = set()
         self._next_id = 0
         self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
 
     # From any thread
 
@@ -118,6 +119,7 @@ class Engine:
             generation = Generation(self._next_id, request, on_delta, submitted=time.monotonic())
             self._next_id += 1
             self._waiting.append(generation)
+            self._news.notify_all()
         return generation
 
     def cancel(self, generation: Generation) -> None:
@@ -129,8 +131,23 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing waits and nothing is being decoded."""
+        return self.num_waiting == self.num_running == 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no row yet."""
         with self._lock:
-            return not self._waiting and not any(self._rows)
+            return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being decoded."""
+        return sum(row is not None for row in self._rows)
+
+    def wait(self, timeout: float) -> bool:
+        """Sleeps while the engine is idle, `timeout` seconds at most; whether there is work now."""
+        with self._news:
+            return self._news.wait_for(lambda: bool(self._waiting) or any(self._rows), timeout)
 
     # From the thread that steps
 

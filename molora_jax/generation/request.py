@@ -62,6 +62,12 @@ class Request:
                 f"among is {self.among!r}; expected adapters of a learned profile, and that profile"
             )
 
+    def samples(self, n: int) -> list[Request]:
+        """The request n times, with the seeds from its own on, so that sampled answers differ."""
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n is {n!r}; expected 1 or more")
+        return [dataclasses.replace(self, seed=(self.seed + i) % 2**32) for i in range(n)]
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
