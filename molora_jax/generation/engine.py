@@ -49,7 +49,10 @@ class Engine:
     hot_set     adapters; None serves the base alone
     rows        B, requests decoded together
     context     T, tokens of a prompt and its answer together
-    buckets     lengths to which prompts are padded, one program each; None: powers of two
+    buckets     lengths to which the prompts read together are padded, one program each; None:
+                powers of two
+    pack        prompts that are read together at most; None: as many as there are rows. With 1 the
+                numbers of an answer depend on nothing else that is served, to the last bit
     profiles    routing rules by name; at most one kind of them has logits
     max_waiting requests that may wait for a row, the ones after it are refused
     strategy    of the routed delta, as in pallas_kernels
@@ -65,6 +68,7 @@ class Engine:
         rows: int = 8,
         context: int = 512,
         buckets: Sequence[int] | None = None,
+        pack: int | None = None,
         profiles: Mapping[str, Profile] | None = None,
         max_waiting: int = 256,
         strategy: str = "auto",
@@ -77,6 +81,9 @@ class Engine:
             )
         self.base, self.hot_set, self.rows, self.context = base, hot_set, rows, context
         self.buckets = _checked_buckets(buckets, context)
+        self.pack = rows if pack is None else min(pack, rows)
+        if self.pack < 1:
+            raise ValueError(f"pack is {pack}; expected one prompt or more")
         if profiles and hot_set is None:
             raise ValueError("profiles route to adapters: give a hot_set that holds them")
         self.profiles = Profiles(profiles or {}, config)
@@ -157,10 +164,8 @@ class Engine:
         They are compiled ahead of time: another shape would be refused by them and not compiled.
         """
         start = time.monotonic()
-        idle = programs.idle_settings(self.profiles.num_columns)
         missing: dict[str, tuple[Callable, tuple]] = {
-            f"prefill {S}": (programs.prefill, self._prefill_arguments(S, [0], 0, idle))
-            for S in self.buckets
+            f"prefill {S}": (programs.prefill, self._prefill_arguments(S, [])) for S in self.buckets
         }
         missing["decode"] = programs.decode, (np.zeros(self.rows, bool),)
         for name, (program, arguments) in missing.items():
@@ -183,8 +188,8 @@ class Engine:
         if "decode" not in self._programs:
             self.warm_up()
         ended = self._drop_cancelled()
-        while (admitted := self._admit()) is not None:
-            ended += [admitted] if admitted.done else []
+        while group := self._admit(ended):
+            ended += self._prefill(group)
         if any(self._rows):
             ended += self._decode()
         return ended
@@ -200,63 +205,76 @@ class Engine:
         active = np.array([row is not None for row in self._rows])
         out = self._call("decode", active)
         ended = []
-        for index, row in enumerate(self._rows):
-            if row is not None:
-                self._take(row, out, index, slice(index, index + 1))
-                if row.generation.done:
-                    self._free(index)
-                    ended.append(row.generation)
+        for index in np.flatnonzero(active):
+            ended += self._take(int(index), out, int(index), slice(index, index + 1))
         return ended
 
-    def _admit(self) -> Generation | None:
-        """Reads the next request into a free row; None where it has to wait, or none waits.
+    def _admit(self, ended: list[Generation]) -> list[int]:
+        """Gives free rows to what waits, as many prompts as are read together; which rows.
 
         Strictly in the order of arrival: a request for adapters that have no slot yet is not
-        overtaken, or one that needs many could wait for ever.
+        overtaken, or one that needs many could wait for ever. One that can no longer be served is
+        added to `ended`.
         """
-        if None not in self._rows:
-            return None
-        with self._lock:
-            if not self._waiting:
-                return None
-            generation = self._waiting[0]
-            ahead = list(self._waiting)[1 : 1 + self.rows]
-        try:
-            lease = self._lease(generation.request)
-        except (KeyError, ValueError) as error:  # unloaded while it waited
+        group: list[int] = []
+        room = self.buckets[-1]
+        while None in self._rows and len(group) < self.pack:
+            with self._lock:
+                if not self._waiting or len(self._waiting[0].request.prompt) > room:
+                    break
+                generation = self._waiting[0]
+            try:
+                lease = self._lease(generation.request)
+            except (KeyError, ValueError) as error:  # unloaded while it waited
+                ended.append(self._refuse(generation, _words(error)))
+                continue
+            if lease is None and self.hot_set is not None:
+                self._prefetch([generation])
+                if any(self._rows):
+                    break
+                reason = "all slots of the bank are held outside this engine"
+                ended.append(self._refuse(generation, reason))
+                continue
             self._pop(generation)
-            _end(generation, "error", error=_words(error))
-            return generation
-        if lease is None and self.hot_set is not None:
-            self.hot_set.prefetch(self.profiles.names(generation.request))
-            if any(self._rows):
-                return None
-            self._pop(generation)
-            _end(generation, "error", error="all slots of the bank are held outside this engine")
-            return generation
-        self._pop(generation)
-        self._prefetch(ahead)
-        self._start(generation, lease, self._rows.index(None))
-        return generation
+            generation.admitted = time.monotonic()
+            if lease is not None:
+                generation.versions, generation.slots = dict(lease.versions), lease.slots
+            stream = TextStream(self.base.tokenizer, stop=generation.request.stop)
+            group.append(self._rows.index(None))
+            self._rows[group[-1]] = _Row(generation, lease, stream)
+            room -= len(generation.request.prompt)
+        if group:
+            with self._lock:
+                ahead = list(self._waiting)[: self.rows]
+            self._prefetch(ahead)
+        return group
 
-    def _start(self, generation: Generation, lease: Lease | None, index: int) -> None:
-        request = generation.request
-        generation.admitted = time.monotonic()
-        if lease is not None:
-            generation.versions, generation.slots = dict(lease.versions), lease.slots
-        row = _Row(generation, lease, TextStream(self.base.tokenizer, stop=request.stop))
-        self._rows[index] = row
-        S = next(each for each in self.buckets if each >= len(request.prompt))
-        arguments = self._prefill_arguments(
-            S, request.prompt, index, self.profiles.settings(request, generation.slots)
-        )
-        out = self._call(f"prefill {S}", *arguments)
-        self._take(row, out, 0, slice(0, len(request.prompt)))
-        if generation.done:
-            self._free(index)
+    def _prefill(self, group: Sequence[int]) -> list[Generation]:
+        """Reads the prompts of rows that were just given away; the requests that ended with it."""
+        total = sum(len(self._generation(index).request.prompt) for index in group)
+        S = next(each for each in self.buckets if each >= total)
+        out = self._call(f"prefill {S}", *self._prefill_arguments(S, group))
+        ended, start = [], 0
+        for at, index in enumerate(group):
+            end = start + len(self._generation(index).request.prompt)
+            ended += self._take(index, out, at, slice(start, end))
+            start = end
+        return ended
 
-    def _take(self, row: _Row, out: programs.StepOut, at: int, read: slice) -> None:
-        """Gives a row its next token: number `at` of a program that read its tokens `read`."""
+    def _take(self, index: int, out: programs.StepOut, at: int, read: slice) -> list[Generation]:
+        """Gives a row its next token: number `at` of a program that read its tokens `read`.
+
+        Returns the request and frees the row where it ended with that.
+        """
+        row = self._rows[index]
+        assert row is not None
+        self._extend(row, out, at, read)
+        if not row.generation.done:
+            return []
+        self._free(index)
+        return [row.generation]
+
+    def _extend(self, row: _Row, out: programs.StepOut, at: int, read: slice) -> None:
         generation, request = row.generation, row.generation.request
         now = time.monotonic()
         if not generation.tokens:
@@ -315,6 +333,16 @@ class Engine:
         if row.lease is not None and self.hot_set is not None:
             self.hot_set.release(row.lease)
 
+    def _generation(self, index: int) -> Generation:
+        row = self._rows[index]
+        assert row is not None
+        return row.generation
+
+    def _refuse(self, generation: Generation, reason: str) -> Generation:
+        self._pop(generation)
+        _end(generation, "error", error=reason)
+        return generation
+
     def _pop(self, generation: Generation) -> None:
         with self._lock:
             self._waiting.remove(generation)
@@ -342,10 +370,19 @@ class Engine:
         self._state, out = self._programs[name](*self._shared(name), *arguments)
         return jax.device_get(out)
 
-    def _prefill_arguments(self, S: int, prompt: Sequence[int], row: int, settings) -> tuple:
-        tokens = np.zeros((1, S), np.int32)
-        tokens[0, : len(prompt)] = prompt
-        return tokens, np.int32(len(prompt)), np.int32(row), settings
+    def _prefill_arguments(self, S: int, group: Sequence[int]) -> tuple:
+        """tokens (S,), lengths (p,), rows (p,) and settings (p, …) of these rows' prompts."""
+        tokens = np.zeros(S, np.int32)
+        lengths, rows = np.zeros(self.pack, np.int32), np.full(self.pack, self.rows, np.int32)
+        settings = [programs.idle_settings(self.profiles.num_columns)] * self.pack
+        for at, index in enumerate(group):
+            generation = self._generation(index)
+            prompt = generation.request.prompt
+            start = lengths.sum()
+            tokens[start : start + len(prompt)] = prompt
+            lengths[at], rows[at] = len(prompt), index
+            settings[at] = self.profiles.settings(generation.request, generation.slots)
+        return tokens, lengths, rows, jax.tree.map(lambda *leaves: np.stack(leaves), *settings)
 
     # What a request means
 

@@ -152,7 +152,7 @@ class RowsRouter(nnx.Module):
 
     slots    (B, S) the slot of each token's column in force, −1 for the base
     chooses  (B, S) whether the learned router decides instead
-    columns  (B, M) slot of each column of the row's map; the learned router's are the first C
+    columns  (N, M) slot of each column of the token's map; the learned router's are the first C
     learned  a router with logits of its own in every layer ("per_layer") or once ("shared")
     """
 
@@ -176,12 +176,14 @@ class RowsRouter(nnx.Module):
         fixed = self.before(mask)
         if self.learned is None:
             return fixed, None, state
-        S = mask.shape[1]
         logits = self.learned.logits(hidden.reshape(-1, hidden.shape[-1]))
-        own_map = jnp.repeat(self.columns[...], S, axis=0)
         chooses = (self.chooses[...] & mask).reshape(-1)
         chosen = select(
-            logits, chooses, top_k=self.top_k, gate=self.learned.gate, column_to_slot=own_map
+            logits,
+            chooses,
+            top_k=self.top_k,
+            gate=self.learned.gate,
+            column_to_slot=self.columns[...],
         )
         routing = jax.tree.map(
             lambda one, other: jnp.where(chooses[:, None], one, other), chosen, fixed
@@ -202,32 +204,80 @@ def prefill(
     learned: Any | None,
     tables: Int[Array, "P V"],
     state: EngineState,
-    tokens: Int[Array, "1 S"],
-    length: Int[Array, ""],
-    row: Int[Array, ""],
+    tokens: Int[Array, " S"],
+    lengths: Int[Array, " p"],
+    rows: Int[Array, " p"],
     settings: RowSettings,
     *,
     strategy: str = "auto",
 ) -> tuple[EngineState, StepOut]:
-    """Reads a prompt into a row, whatever was there before, and chooses its first token."""
-    S = tokens.shape[1]
-    mask = jnp.arange(S)[None, :] < length
-    one = jax.tree.map(lambda leaf: leaf[None], settings)
-    columns, column = switch_columns(_entries(tables, one.table, tokens), one.initial, mask)
-    context = state.cache.filled.shape[1]
-    out, cache = decoder.prefill(
-        tokens, mask, cache_size=context, **_routed(adapters, learned, one, columns, strategy)
+    """Reads prompts into rows, whatever was there before, and chooses the first token of each.
+
+    tokens    the prompts one behind the other, then padding
+    lengths   of each prompt; at the end 0 for those that are not there, whose `rows` are B
+    settings  of each prompt (p, …)
+    """
+    S, ends = tokens.shape[0], jnp.cumsum(lengths)
+    starts, lasts = ends - lengths, jnp.maximum(ends - 1, 0)
+    here = jnp.arange(S)
+    # Zero-length prompts own no token: the first prompt that ends behind a token is its own.
+    segment = jnp.minimum(jnp.searchsorted(ends, here, side="right"), len(lengths) - 1)
+    mask = (here < ends[-1])[None]
+    own = jax.tree.map(lambda leaf: leaf[segment], settings)  # (S, …)
+    entries = tables[own.table, tokens].astype(jnp.int32)
+    # A prompt starts from its own column, not from the one in force behind the prompt before it.
+    entries = jnp.where((here == starts[segment]) & (entries == KEEP), own.initial, entries)
+    columns, _ = switch_columns(entries[None], jnp.full(1, -1, jnp.int32), mask)
+    out = decoder(
+        tokens[None],
+        mask,
+        segments=segment[None],
+        return_keys_values=True,
+        **_routed(adapters, learned, own, columns, strategy),
     )
-    hidden = jax.lax.dynamic_slice_in_dim(out.hidden, length - 1, 1, axis=1)[:, 0]
-    chosen = _choose(decoder.logits(hidden), one, jnp.zeros(1, jnp.int32))
-    # The whole row is written, so that nothing of its last request stays, not even a NaN.
-    now = EngineState(cache, chosen["tokens"], column, jnp.ones(1, jnp.int32), one)
-    state = jax.tree.map(
-        lambda all_rows, this: jax.lax.dynamic_update_slice_in_dim(all_rows, this, row, axis=0),
-        state,
-        now,
+    chosen = _choose(decoder.logits(out.hidden[0, lasts]), settings, jnp.zeros_like(lengths))
+    state = EngineState(
+        _write_rows(state.cache, out.keys_values, starts, lengths, rows),
+        _put(state.tokens, rows, chosen["tokens"]),
+        _put(state.column, rows, columns[0, lasts]),
+        _put(state.count, rows, jnp.ones_like(lengths)),
+        _put(state.rows, rows, settings),
     )
     return state, StepOut(**chosen, routing=out.routing)
+
+
+def _put(whole, rows: Int[Array, " p"], parts):
+    """Writes rows (p, …) of every leaf; those of prompts that are not there lie past the end."""
+    return jax.tree.map(lambda leaf, part: leaf.at[rows].set(part, mode="drop"), whole, parts)
+
+
+def _write_rows(cache: KVCache, keys_values, starts, lengths, rows) -> KVCache:
+    """Keys and values (1, Hk, S, Dh) of each layer, cut into prompts and written into their rows.
+
+    A row is written to its end, so that nothing of its last request stays, not even a NaN.
+    """
+    T = cache.filled.shape[1]
+    room = ((0, 0), (0, T), (0, 0))
+    new = [[jnp.pad(layer[0], room) for layer in each] for each in keys_values]
+
+    def write(p, written):
+        def one(old, layer):
+            text = jax.lax.dynamic_slice_in_dim(layer, starts[p], T, axis=1)
+            text = jnp.where((jnp.arange(T) < lengths[p])[None, :, None], text, 0)
+            return jax.lax.dynamic_update_index_in_dim(old, text, rows[p], axis=0)
+
+        return jax.tree.map(one, written, new)
+
+    keys, values = jax.lax.fori_loop(
+        0, jnp.sum(lengths > 0), write, [list(cache.keys), list(cache.values)]
+    )
+    filled = jnp.arange(T)[None] < lengths[:, None]
+    return KVCache(
+        tuple(keys),
+        tuple(values),
+        filled=_put(cache.filled, rows, filled),
+        next_slot=_put(cache.next_slot, rows, lengths),
+    )
 
 
 def decode(
@@ -243,9 +293,8 @@ def decode(
     """Reads the last token of every row and chooses the next. A row not active means nothing."""
     rows = state.rows
     tokens = jnp.where(active, state.tokens, 0)
-    columns, column = switch_columns(
-        _entries(tables, rows.table, tokens[:, None]), state.column, active[:, None]
-    )
+    entries = tables[rows.table, tokens].astype(jnp.int32)
+    columns, column = switch_columns(entries[:, None], state.column, active[:, None])
     out, cache = decoder.decode(
         tokens, state.cache, active=active, **_routed(adapters, learned, rows, columns, strategy)
     )
@@ -254,20 +303,15 @@ def decode(
     return state, StepOut(**chosen, routing=out.routing)
 
 
-def _entries(tables, table, tokens):
-    """What each token (B, S) switches to, by its row's table (B,)."""
-    return tables[table[:, None], tokens].astype(jnp.int32)
-
-
-def _routed(adapters, learned, rows: RowSettings, columns, strategy: str) -> dict[str, Any]:
-    """The decoder's keywords: each token's slot, in the row's own map."""
+def _routed(adapters, learned, own: RowSettings, columns, strategy: str) -> dict[str, Any]:
+    """The decoder's keywords: the slot of each token (B, S), by its own settings (N, …)."""
     if adapters is None:
         return {}
-    slots = place(columns, rows.columns)
-    chooses = jnp.broadcast_to(rows.learned[:, None], columns.shape)
+    slots = place(columns.reshape(-1, 1), own.columns).reshape(columns.shape)
+    chooses = own.learned.reshape(columns.shape)
     return {
         "adapters": adapters,
-        "router": RowsRouter(slots, chooses, rows.columns, learned),
+        "router": RowsRouter(slots, chooses, own.columns, learned),
         "strategy": strategy,
     }
 

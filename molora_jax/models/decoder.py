@@ -90,7 +90,9 @@ class DecoderLayer(nnx.Module):
             self.q_norm = nnx.Param(arrays["self_attn.q_norm.weight"])
             self.k_norm = nnx.Param(arrays["self_attn.k_norm.weight"])
 
-    def __call__(self, x, rope, visible, adapters: RoutedAdapters | None, store):
+    def __call__(
+        self, x, rope, visible, adapters: RoutedAdapters | None, store, *, packed: bool = False
+    ):
         """x (B, S, D) → (B, S, D) and what `store` returned.
 
         `store(k, v)` takes the new keys and values (B, Hk, S, Dh) and returns all that the queries
@@ -98,14 +100,14 @@ class DecoderLayer(nnx.Module):
         """
         eps = self.config.rms_norm_eps
         attended, kept = self._attention(
-            rms_norm(x, self.input_norm[...], eps=eps), rope, visible, adapters, store
+            rms_norm(x, self.input_norm[...], eps=eps), rope, visible, adapters, store, packed
         )
         x = x + attended
         h = rms_norm(x, self.post_attention_norm[...], eps=eps)
         gate, up = project(h, {"gate_proj": self.gate_proj, "up_proj": self.up_proj}, adapters)
         return x + self.down_proj(jax.nn.silu(gate) * up, "down_proj", adapters), kept
 
-    def _attention(self, x, rope, visible, adapters, store):
+    def _attention(self, x, rope, visible, adapters, store, packed):
         c = self.config
         B, S, _ = x.shape
         together = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
@@ -115,7 +117,7 @@ class DecoderLayer(nnx.Module):
             k = rms_norm(k, self.k_norm[...], eps=c.rms_norm_eps)
         q, k = rotate(q, *rope), rotate(k, *rope)
         all_k, all_v = store(k.swapaxes(1, 2), v.swapaxes(1, 2))
-        out = attention(q, all_k, all_v, visible)
+        out = attention(q, all_k, all_v, visible, packed=packed)
         return self.o_proj(out.reshape(B, S, -1), "o_proj", adapters), (all_k, all_v)
 
 
@@ -124,10 +126,14 @@ def attention(
     k: Float[Array, "B Hk T Dh"],
     v: Float[Array, "B Hk T Dh"],
     visible: Bool[Array, "B S T"],
+    *,
+    packed: bool = False,
 ) -> Float[Array, "B S H Dh"]:
     """Grouped-query attention; the softmax is in float32.
 
     Hidden keys get a finite minimum, so that a padding query, which sees nothing, stays finite.
+    Where rows are `packed` with several texts, a value that is not finite reaches the queries that
+    see it alone: a weight of zero would not keep it from the others, since 0 · NaN is NaN.
     """
     B, S, H, Dh = q.shape
     Hk = k.shape[1]
@@ -138,7 +144,13 @@ def attention(
     )
     scores = jnp.where(visible[:, None, None], scores * Dh**-0.5, jnp.finfo(jnp.float32).min)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("bngst,bntd->bsngd", weights, v, precision=precision).reshape(B, S, H, Dh)
+    if packed:
+        broken = ~jnp.isfinite(v).all(axis=(1, 3))  # (B, T)
+        v = jnp.where(broken[:, None, :, None], 0, v)
+    out = jnp.einsum("bngst,bntd->bsngd", weights, v, precision=precision).reshape(B, S, H, Dh)
+    if packed:
+        out = jnp.where((visible & broken[:, None]).any(axis=-1)[..., None, None], jnp.nan, out)
+    return out
 
 
 def rotate(
@@ -194,6 +206,7 @@ class Decoder(nnx.Module):
         tokens: Int[Given, "B S"],
         mask: Bool[Given, "B S"] | None = None,
         *,
+        segments: Int[Given, "B S"] | None = None,
         adapters: Stacks | Sequence[Stacks] | None = None,
         router=None,
         router_state: Int[Given, " B"] | None = None,
@@ -208,6 +221,8 @@ class Decoder(nnx.Module):
 
         tokens          (B, S); ids outside the vocabulary are refused; inside jit their row is NaN
         mask            (B, S), True for real tokens; None where all are
+        segments        (B, S) of texts packed into a row one behind the other, numbered as they
+                        come: none sees another, each has positions from 0; None: one text a row
         adapters        AdapterBank.stacks, or its `layers` where the pass is unrolled; they act
                         only where `router` sends a token
         router          any router of molora_jax.routing; needed with `adapters`, and the reverse
@@ -225,9 +240,12 @@ class Decoder(nnx.Module):
         tokens = jnp.asarray(tokens)
         self._check_length("the batch has", tokens.shape[1])
         mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
-        rope = self._rope(positions_of(mask))
+        segments = None if segments is None else jnp.asarray(segments)
+        rope = self._rope(positions_of(mask, segments))
         S = tokens.shape[1]
         visible = jnp.tril(jnp.ones((S, S), bool))[None] & mask[:, None, :]
+        if segments is not None:
+            visible &= segments[:, :, None] == segments[:, None, :]
         decision = _Decision(
             self, tokens, mask, adapters, router, router_state, column_to_slot, strategy, backend
         )
@@ -244,7 +262,7 @@ class Decoder(nnx.Module):
             index, layer, stacks, layer_router = layer_slice
             now, held, logits = decision.at_layer(index, layer_router, x, held)
             routed = decision.adapters(stacks, now, index if unroll else None)
-            out, keys_values = layer(x, rope, visible, routed, as_is)
+            out, keys_values = layer(x, rope, visible, routed, as_is, packed=segments is not None)
             emitted = (
                 None if now is None else now[0],
                 logits,
@@ -500,6 +518,12 @@ def at_layer(stacked, index: int):
     return jax.tree.map(lambda leaf: leaf[index], stacked)
 
 
-def positions_of(mask: Bool[Array, "B S"]) -> Int[Array, "B S"]:
-    """Position of each real token in its own row, 0 for what precedes it: padding takes none."""
-    return jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+def positions_of(
+    mask: Bool[Array, "B S"], segments: Int[Array, "B S"] | None = None
+) -> Int[Array, "B S"]:
+    """Position of each real token in its own text, 0 for what precedes it: padding takes none."""
+    count = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
+    if segments is not None:
+        begins = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
+        count -= jax.lax.cummax(jnp.where(begins, count - mask, 0), axis=1)
+    return jnp.maximum(count - 1, 0)

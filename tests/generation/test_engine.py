@@ -329,6 +329,31 @@ def test_a_request_whose_adapter_is_removed_while_it_waits_is_told(engine, base)
     assert all(each.finish_reason == "length" for each in busy)
 
 
+def test_an_adapter_removed_while_its_request_waits_for_a_slot_ends_that_request_alone(
+    engine, base, monkeypatch
+):
+    """Between the try to lease it and the copy ahead of the next try."""
+    hot = engine.hot_set
+    hot.add(weights(base, 61), name="gone")
+    running = engine.submit(Request(prompt=prompt(1), max_tokens=6, adapter="a", ignore_eos=True))
+    engine.step()
+    lost = engine.submit(Request(prompt=prompt(2), max_tokens=4, adapter="gone"))
+    acquire = hot.acquire
+
+    def no_slot_and_then_removed(names):
+        if "gone" not in names:
+            return acquire(names)
+        monkeypatch.setattr(hot, "acquire", acquire)
+        hot.remove("gone")
+        return None
+
+    monkeypatch.setattr(hot, "acquire", no_slot_and_then_removed)
+    while not engine.idle:
+        engine.step()
+    assert lost.finish_reason == "error" and "no adapter 'gone' is loaded" in lost.error
+    assert running.finish_reason == "length"
+
+
 def test_a_profile_whose_adapter_changed_is_refused_where_it_names_the_content(engine, base):
     request = Request(prompt=prompt(0), max_tokens=4, profile="exact", ignore_eos=True)
     before = alone(engine, request)
@@ -409,6 +434,20 @@ def test_requests_come_from_many_threads(engine):
     while not engine.idle:
         engine.step()
     assert {i: each.tokens for i, each in got.items()} == expected
+
+
+def test_prompts_read_one_at_a_time_give_the_same_answers(engine, base):
+    """`pack` is a matter of speed; 1 makes the numbers independent of what else waits."""
+    requests = [r for r in mixed_requests() if r.profile is None]
+    together = [each.tokens for each in engine.run(requests)]
+    single = Engine(base, engine.hot_set, rows=4, context=48, buckets=(32,), pack=1)
+    read = []
+    call = single._call
+    single._call = lambda name, *arguments: read.append(name) or call(name, *arguments)
+    assert [each.tokens for each in single.run(requests)] == together
+    assert read.count("prefill 32") == len(requests)
+    with pytest.raises(ValueError, match="pack is 0"):
+        Engine(base, rows=2, context=16, pack=0)
 
 
 def test_an_engine_without_adapters_serves_the_base(base):

@@ -1,5 +1,6 @@
 """The decoder against a plain float64 forward pass: padded, cached, scanned, unrolled, routed."""
 
+import dataclasses
 import functools
 
 import jax
@@ -286,6 +287,36 @@ def test_adapters_layer_by_layer_compute_the_same(kind):
         gone = [jax.tree.map(jnp.zeros_like, each) for each in layers]
         with pytest.raises(ValueError, match="slot 2, which is empty"):
             decoder.unstacked()(tokens, adapters=gone, router=router)
+
+
+def test_texts_packed_into_a_row_are_read_as_if_each_were_alone():
+    """Also where one of them overflows on its way: its NaN stays with it."""
+    decoder = Decoder(tiny_config(), random_arrays(tiny_config()))
+    rng = np.random.default_rng(4)
+    lengths, slots = (5, 1, 7, 4), (0, -1, 2, 1)
+    texts = [rng.integers(0, 53, length) for length in lengths]
+    stacks = random_stacks(decoder.config)
+    # The third text's values overflow from its first token on; its last token is far behind.
+    wild = stacks["v_proj"]
+    stacks["v_proj"] = dataclasses.replace(
+        wild, lora_a=wild.lora_a * 1e3, lora_b=wild.lora_b.at[1, 2].set(3e38)
+    )
+    packed = np.zeros(20, np.int32)
+    packed[:17] = np.concatenate(texts)
+    segments = np.repeat([0, 1, 2, 3, 9], [*lengths, 3])
+    of_token = np.append(slots, -1)[np.minimum(segments, 4)]
+    out = decoder(
+        packed[None],
+        (np.arange(20) < 17)[None],
+        segments=segments[None],
+        adapters=stacks,
+        router=FixedRouter(of_token.reshape(1, 20, 1)),
+    )
+    got = np.split(np.asarray(out.hidden[0]), np.cumsum(lengths))
+    for text, slot, hidden in zip(texts, slots, got[:4], strict=True):
+        alone = decoder(text[None], adapters=stacks, router=SequenceRouter(np.asarray([slot])))
+        np.testing.assert_allclose(hidden, alone.hidden[0], rtol=1e-5, atol=1e-5)
+        assert np.isnan(hidden).all() == (slot == 2)
 
 
 def test_adapters_on_a_subset_of_projections():
