@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from molora_jax.adapters import AdapterStack
 from pallas_kernels import DispatchPlan, Routing, lora_deltas
+from pallas_kernels.numerics import rows_times_weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,30 +91,14 @@ def project(
 
 def linear(x: Float[Array, "*n D"], weight: Float[Array, "F D"]) -> Float[Array, "*n F"]:
     """x·Wᵀ in the inputs' dtype; float32 is computed in full, never in TF32."""
-    if 2 <= x.size // x.shape[-1] <= 64:
-        return jax.lax.platform_dependent(x, weight, cpu=_weight_first, default=_rows_first)
-    return _rows_first(x, weight)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
+    def product(left, right, *, contract):
+        one, other = contract
+        return jax.lax.dot_general(left, right, (((one,), (other,)), ((), ())), precision=precision)
 
-def _rows_first(x, weight):
-    return _product(x, weight, contracted=(x.ndim - 1, 1))
-
-
-def _product(left, right, *, contracted):
-    one, other = contracted
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    return jax.lax.dot_general(left, right, (((one,), (other,)), ((), ())), precision=precision)
-
-
-def _weight_first(x, weight):
-    """(W·xᵀ)ᵀ: on a CPU a product streams its left factor and repacks its right one.
-
-    For the few rows of a decode step the weight is all there is to read. The barriers keep XLA from
-    turning the product back.
-    """
-    columns = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
-    y = jax.lax.optimization_barrier(_product(weight, columns, contracted=(1, 0)))
-    return y.T.reshape(*x.shape[:-1], -1)
+    y = rows_times_weight(x.reshape(-1, x.shape[-1]), weight, product)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def rms_norm(x: Float[Array, "*n D"], weight: Float[Array, " D"], *, eps: float) -> Array:

@@ -1,6 +1,6 @@
 """What every path agrees on: the accumulator, exact products, which ids and rows count."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,28 @@ def matmul(a: Array, b: Array, *, contract: tuple[int, int], dtype: jnp.dtype) -
         precision=lax.Precision.HIGHEST,
         preferred_element_type=dtype,
     )
+
+
+def rows_times_weight(
+    x: Float[Array, "N D"], weight: Float[Array, "F D"], product: Callable[..., Array]
+) -> Float[Array, "N F"]:
+    """x·Wᵀ as `product(x, weight, contract=(1, 1))`; for few rows on a CPU as (W·xᵀ)ᵀ.
+
+    A product on a CPU streams its left factor and repacks its right one, and for the rows of a
+    decode step the weight is nearly all there is to read.
+    """
+
+    def as_it_stands(x, weight):
+        return product(x, weight, contract=(1, 1))
+
+    def weight_first(x, weight):
+        # The barriers keep XLA from turning the product back.
+        columns = lax.optimization_barrier(x.T)
+        return lax.optimization_barrier(product(weight, columns, contract=(1, 0))).T
+
+    if not 2 <= len(x) <= 64:
+        return as_it_stands(x, weight)
+    return lax.platform_dependent(x, weight, cpu=weight_first, default=as_it_stands)
 
 
 def known_ids(adapter_ids: Int[Array | np.ndarray, "N k"], num_slots: int) -> Int[Array, "N k"]:

@@ -3,10 +3,18 @@
 h = x · [A₁ … A_K]ᵀ, of which a token keeps its own slots; y = base + (gates ⊙ h) · [B₁; …; B_K].
 """
 
+import functools
+
 import jax.numpy as jnp
 
 from pallas_kernels.arrays import Array, Float, Int
-from pallas_kernels.numerics import accumulator_dtype, known_ids, matmul, rows_in_rank
+from pallas_kernels.numerics import (
+    accumulator_dtype,
+    known_ids,
+    matmul,
+    rows_in_rank,
+    rows_times_weight,
+)
 
 
 def all_slots(
@@ -33,12 +41,13 @@ def all_slots(
     gates = jnp.sum(jnp.where(chosen, gates.astype(dtype)[:, :, None], 0), axis=1)
 
     # Both products read the stack as it lies: no transpose, no copy.
-    h = matmul(x, lora_a.reshape(num_slots * rank, d_in), contract=(1, 1), dtype=dtype)
+    product = functools.partial(matmul, dtype=dtype)
+    h = rows_times_weight(x, lora_a.reshape(num_slots * rank, d_in), product)
     h = h.reshape(num_tokens, num_slots, rank)
     # Select, and then the gate multiplies: an overflow that another adapter makes of this token
     # would survive a gate of zero (0·inf is NaN), here and in the gradients.
     keep = member[:, :, None] & rows_in_rank(ranks, rank, num_slots)[None]
     h = jnp.where(keep, h, 0) * gates[:, :, None]
     h = h.reshape(num_tokens, num_slots * rank)
-    delta = matmul(h, lora_b.reshape(num_slots * rank, d_out), contract=(1, 0), dtype=dtype)
+    delta = product(h, lora_b.reshape(num_slots * rank, d_out), contract=(1, 0))
     return (base.astype(dtype) + delta).astype(base.dtype)
