@@ -378,9 +378,10 @@ class AdapterBank:
         return report
 
     def _write(self, slot: int, content: HostSlot, transferred: Stacks | None = None) -> None:
+        # The transfer comes first: where it fails for memory, nothing has been donated yet. Arrays
+        # of the host are transferred by the program's call, a CPU's without a copy.
         if transferred is None:
-            transferred = {p: AdapterStack(*a) for p, a in jax.device_put(content).items()}
-        # The transfer comes first: where it fails for memory, nothing has been donated yet.
+            transferred = {p: AdapterStack(*arrays) for p, arrays in content.items()}
         transferred = jax.block_until_ready(transferred)
         self.stacks = write_slot(self.stacks, np.int32(slot), transferred)
         if self._layers is not None:

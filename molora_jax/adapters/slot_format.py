@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from molora_jax.adapters.names import PROJECTIONS, split_module
 from molora_jax.adapters.report import LoadReport
 from molora_jax.adapters.stack import AdapterStack, Stacks
 
+ALIGNMENT = 64  # bytes; what XLA wants of memory that it reads in place
 # One slot on the host: (lora_a (L, R, D), lora_b (L, R, F), ranks (L,)) per projection.
 HostSlot = dict[str, tuple[np.ndarray, ...]]
 
@@ -111,6 +114,8 @@ class SlotFormat:
                     f"{np.abs(scaled).max():.3g} and becomes all zero in {self.dtype.name}: the "
                     "module would change nothing. Create the bank with dtype=float32"
                 )
+        for array in itertools.chain(*content.values()):
+            array.flags.writeable = False  # the device may read it where it lies
         return content
 
     def check(self, adapter: Adapter, name: str) -> None:
@@ -133,7 +138,7 @@ class SlotFormat:
                 )
 
     def empty(self) -> HostSlot:
-        return {p: tuple(np.zeros(*each) for each in self.layout(p)) for p in self.projections}
+        return {p: tuple(aligned_zeros(*each) for each in self.layout(p)) for p in self.projections}
 
     def layout(self, projection: str, *slots: int) -> tuple[tuple[tuple[int, ...], Any], ...]:
         """Shape and dtype of lora_a, lora_b and ranks, with the given slot axes."""
@@ -144,6 +149,17 @@ class SlotFormat:
             ((L, *slots, R, F), self.dtype),
             ((L, *slots), np.dtype(np.int32)),
         )
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Host memory that a CPU's `device_put` takes as it lies, where another would be copied.
+
+    A transfer costs nothing then, and what is transferred must not be written to any more.
+    """
+    count = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.zeros(count + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + count].view(dtype).reshape(shape)
 
 
 def zeros(layout: tuple[tuple[tuple[int, ...], Any], ...]) -> AdapterStack:
