@@ -381,7 +381,8 @@ class AdapterBank:
         # The transfer comes first: where it fails for memory, nothing has been donated yet. Arrays
         # of the host are transferred by the program's call, a CPU's without a copy.
         if transferred is None:
-            transferred = {p: AdapterStack(*arrays) for p, arrays in content.items()}
+            host: dict[str, Any] = dict(content)
+            transferred = {p: AdapterStack(*arrays) for p, arrays in host.items()}
         transferred = jax.block_until_ready(transferred)
         self.stacks = write_slot(self.stacks, np.int32(slot), transferred)
         if self._layers is not None:

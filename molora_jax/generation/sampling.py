@@ -1,6 +1,7 @@
 """From logits to the next token: greedy, or sampled with temperature, top-k and top-p."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +10,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """temperature 0 is greedy; top_k 0 and top_p 1 keep every token. Names as in transformers."""
+    """temperature 0 is greedy; top_k 0 and top_p 1 keep every token. Names as in transformers.
+
+    Temperatures between 0 and 1e-5 are refused: logits over them would leave float32.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature {self.temperature}: expected 0 (greedy) or more")
-        if self.top_k < 0:
-            raise ValueError(f"top_k {self.top_k}: expected 0 (all tokens) or more")
+        if self.temperature != 0 and not 1e-5 <= self.temperature < math.inf:
+            raise ValueError(f"temperature {self.temperature}: expected 0 (greedy), or 1e-5 or more")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k {self.top_k}: expected 0 (all tokens) to 2**31 - 1")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p}: expected more than 0, at most 1")
 

@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     parsers = {}
-    for add in (_inspect, _convert, _merge, _probe, _generate):
+    for add in (_inspect, _convert, _merge, _probe, _generate, _serve):
         name, summary = add.__name__.strip("_"), str(add.__doc__)
         parsers[name] = verbs.add_parser(name, help=summary, description=summary)
         add(parsers[name])
@@ -121,6 +121,115 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     _json(parser)
 
 
+def _serve(parser: argparse.ArgumentParser) -> None:
+    """A base, its adapters and routing profiles over HTTP, as OpenAI's clients ask for them."""
+    parser.add_argument("--model", required=True, metavar="NAME", help=_BASE)
+    parser.add_argument(
+        "--served_model_name",
+        metavar="NAME",
+        help="what clients call the base; default: its name, or its folder's",
+    )
+    parser.add_argument(
+        "--adapters",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=PATH",
+        help='PEFT folders; also {"name": …, "path": …} in JSON',
+    )
+    parser.add_argument(
+        "--composition",
+        metavar="DIR",
+        help="a folder that Composition.save wrote: its adapters, and its learned "
+        "router as a profile",
+    )
+    parser.add_argument(
+        "--composition_name",
+        default="molora",
+        metavar="NAME",
+        help="what clients call that profile (%(default)s)",
+    )
+    parser.add_argument(
+        "--vocab_routing",
+        metavar="FILE",
+        type=Path,
+        help="token ids to adapters, as the profile vocab (see docs/serving.md)",
+    )
+    parser.add_argument(
+        "--control_tokens",
+        metavar="FILE",
+        type=Path,
+        help="tokens that switch adapters on, as the profile control",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--port", type=_port, default=8000, help="0 is a free one (%(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of the base and the adapters (%(default)s)",
+    )
+    parser.add_argument(
+        "--rows", type=_whole, default=8, help="answers decoded together (%(default)s)"
+    )
+    parser.add_argument(
+        "--context",
+        type=_whole,
+        metavar="T",
+        help="tokens of a prompt and its answer together (1024, or the model's)",
+    )
+    parser.add_argument(
+        "--max_loras",
+        type=_whole,
+        metavar="K",
+        help="slots of the adapter bank (8, or as many as a profile needs)",
+    )
+    parser.add_argument(
+        "--memory_budget",
+        type=_size,
+        metavar="BYTES",
+        help="instead of --max_loras: as many slots as fit, e.g. 2GiB",
+    )
+    parser.add_argument(
+        "--max_lora_rank",
+        type=_whole,
+        metavar="R",
+        help="of the slots (16, or the largest of the adapters given)",
+    )
+    parser.add_argument(
+        "--max_cpu_loras",
+        type=_whole,
+        default=64,
+        metavar="N",
+        help="adapters kept ready on the host (%(default)s)",
+    )
+    parser.add_argument(
+        "--max_waiting",
+        type=_whole,
+        default=256,
+        metavar="N",
+        help="answers that may wait for a row; more get 429 (%(default)s)",
+    )
+    parser.add_argument(
+        "--allow_runtime_lora_updates",
+        action="store_true",
+        help="clients may load and unload adapters, from --adapter_root alone",
+    )
+    parser.add_argument(
+        "--adapter_root",
+        metavar="DIR",
+        type=Path,
+        help="the folder that clients may load adapters from",
+    )
+    parser.add_argument(
+        "--grace",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="for answers under way when the server is told to stop (%(default)s)",
+    )
+
+
 def _text(
     parser: argparse.ArgumentParser, option: str, text: str, *, required: bool = False
 ) -> None:
@@ -156,6 +265,27 @@ def named_paths(items: Sequence[str]) -> dict[str, str]:
 
 def _whole(text: str) -> int:
     return _checked(text, int, lambda value: value >= 1, "a whole number of at least 1")
+
+
+def _port(text: str) -> int:
+    return _checked(text, int, lambda port: 0 <= port < 2**16, "a port from 0 to 65535")
+
+
+def _seconds(text: str) -> float:
+    return _checked(text, float, lambda value: 0 <= value <= 3600, "seconds, 0 to 3600")
+
+
+def _size(text: str) -> int:
+    """Bytes, of a number with or without a unit."""
+
+    def read(text: str) -> int:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+        if match is None:
+            raise ValueError
+        power = " KMGT".index(match[2].upper() or " ")
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+    return _checked(text, read, lambda size: size > 0, "a size in bytes, as in 2GiB or 500MB")
 
 
 def _not_empty(text: str) -> str:
