@@ -28,6 +28,7 @@ _HOMES = {
     "Routing": "routing",
     "SequenceRouter": "routing",
     "VocabularyRouter": "routing",
+    "count_compilations": "compilations",
     "generate": "generation",
     "load_adapter": "adapters",
     "load_base": "models",

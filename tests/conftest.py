@@ -20,18 +20,8 @@ NEEDED_MODULES = {
 }
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--shapes",
-        choices=("on", "off"),
-        default="on",
-        help="check annotations, shapes included, of every call into the packages (beartype)",
-    )
-
-
-def pytest_configure(config):
-    if config.getoption("--shapes") == "off":
-        return
+def check_shapes():
+    """Checks annotations, shapes included, of every call into the packages (beartype)."""
     import jax
     import jaxtyping
 
@@ -46,6 +36,11 @@ def pytest_configure(config):
 
     jax.tree_util.register_dataclass = register_unchecked
     jaxtyping.install_import_hook(CHECKED_PACKAGES, "beartype.beartype")
+
+
+# Here and not in a hook of pytest: a folder's own conftest may import the packages before one runs.
+if os.environ.get("MOLORA_SHAPES") != "off":
+    check_shapes()
 
 
 def pytest_runtest_setup(item):

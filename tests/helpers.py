@@ -1,4 +1,4 @@
-"""What several tests share: tolerances by dtype, strict promotion, compilations counted."""
+"""What several tests share: tolerances by dtype, strict promotion, unchecked shapes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -46,23 +46,3 @@ def unchecked_shapes() -> Iterator[None]:
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", before)
-
-
-@contextlib.contextmanager
-def count_compilations() -> Iterator[list[str]]:
-    """The programs compiled inside, by name: `with count_compilations() as compiled: step(x)`.
-
-    Every array operation outside `jit` compiles a program of its own when its shapes are new, so
-    prepare the inputs before entering.
-    """
-    compiled: list[str] = []
-
-    def listen(event: str, duration: float, **details) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(str(details.get("fun_name", "?")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield compiled
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)

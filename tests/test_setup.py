@@ -1,15 +1,17 @@
 """Does the harness itself work: compile counter, tolerances, strict promotion, shape checks?"""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
 
+from molora_jax.compilations import count_compilations
 from pallas_kernels import Routing, lora_delta
 from tests.helpers import (
     assert_close,
-    count_compilations,
     strict_promotion,
     tolerance,
     unchecked_shapes,
@@ -42,9 +44,9 @@ def test_strict_promotion_refuses_mixed_dtypes_and_ranks():
             jnp.ones(3) + jnp.ones((2, 3))
 
 
-def test_shapes_are_checked_unless_told_otherwise(request):
-    if request.config.getoption("--shapes") == "off":
-        pytest.skip("run with --shapes=off")
+def test_shapes_are_checked_unless_told_otherwise():
+    if os.environ.get("MOLORA_SHAPES") == "off":
+        pytest.skip("run with MOLORA_SHAPES=off")
     routing = Routing(jnp.zeros((4, 1), jnp.int32), jnp.ones((4, 1)))
     lora_a, lora_b = jnp.ones((2, 3, 5)), jnp.ones((2, 3, 6))
     wrong = jnp.ones((4, 7))  # lora_a is 5 wide

@@ -21,7 +21,9 @@ class Sampling:
 
     def __post_init__(self):
         if self.temperature != 0 and not 1e-5 <= self.temperature < math.inf:
-            raise ValueError(f"temperature {self.temperature}: expected 0 (greedy), or 1e-5 or more")
+            raise ValueError(
+                f"temperature {self.temperature}: expected 0 (greedy), or 1e-5 or more"
+            )
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k {self.top_k}: expected 0 (all tokens) to 2**31 - 1")
         if not 0 < self.top_p <= 1:

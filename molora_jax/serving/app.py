@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from molora_jax.compilations import count_compilations
 from molora_jax.files import parse_json
 from molora_jax.generation import Engine, QueueFull
 from molora_jax.serving.answers import Answer, ChatForm, CompletionForm, Envelope
@@ -66,13 +67,12 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self.metrics.compilations.start()
-        self.worker.start(asyncio.get_running_loop())
-        try:
-            yield
-        finally:
-            await run_in_threadpool(self.worker.stop)
-            self.metrics.compilations.stop()
+        with count_compilations() as self.metrics.compiled:
+            self.worker.start(asyncio.get_running_loop())
+            try:
+                yield
+            finally:
+                await run_in_threadpool(self.worker.stop)
 
     async def _health(self, request: Request) -> Response:
         if self.worker.failure is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import jax
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -13,7 +12,6 @@ from prometheus_client.registry import Collector
 from molora_jax.generation import Engine
 
 OTHER = "(unknown)"  # the label of every name that nobody serves (any more)
-_COMPILED = "/jax/core/compile/backend_compile_duration"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -27,7 +25,7 @@ class Metrics:
     def __init__(self, engine: Engine, *, known: Callable[[str], bool]):
         self._known = known
         self.registry = CollectorRegistry()
-        self.compilations = Compilations()
+        self.compiled: list[str] = []
         self._requests = Counter(
             "molora_requests",
             "Requests over HTTP by outcome: completed, cancelled (the client went away), refused, "
@@ -53,7 +51,7 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.registry.register(_FromEngine(engine, self.compilations))
+        self.registry.register(_FromEngine(engine, self))
 
     def request(self, label: str, outcome: str) -> None:
         """One request over HTTP has ended."""
@@ -86,27 +84,9 @@ class Metrics:
         return name if self._known(name) else OTHER
 
 
-class Compilations:
-    """Programs compiled in this process between `start` and `stop`; a server at work needs none."""
-
-    def __init__(self):
-        self.count = 0
-
-    def start(self) -> None:
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def stop(self) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == _COMPILED:
-            self.count += 1
-
-
 class _FromEngine(Collector):
-    def __init__(self, engine: Engine, compilations: Compilations):
-        self._engine, self._compilations = engine, compilations
+    def __init__(self, engine: Engine, metrics: Metrics):
+        self._engine, self._metrics = engine, metrics
 
     def collect(self) -> Iterator[Metric]:
         engine = self._engine
@@ -120,7 +100,7 @@ class _FromEngine(Collector):
         yield CounterMetricFamily(
             "molora_compilations_since_warm_up",
             "Programs compiled since the server was ready: 0, or something recompiles.",
-            self._compilations.count,
+            len(self._metrics.compiled),
         )
         if engine.hot_set is None:
             return

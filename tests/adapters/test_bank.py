@@ -10,6 +10,7 @@ import pytest
 
 from molora_jax.adapters import PROJECTIONS, Adapter, AdapterBank, LoraPair, load_adapter
 from molora_jax.adapters.lora_describe import new_config
+from molora_jax.compilations import count_compilations
 from tests.adapters.make import (
     BASE,
     arrays_for,
@@ -20,7 +21,6 @@ from tests.adapters.make import (
     peft_tensors,
     write_peft,
 )
-from tests.helpers import count_compilations
 
 
 def make_bank(**changes):

@@ -9,9 +9,9 @@ import pytest
 from molora_jax.adapters import AdapterBank
 from molora_jax.adapters.bank import BankFull, SlotInUse
 from molora_jax.adapters.hot_set import HotSet
+from molora_jax.compilations import count_compilations
 from tests.adapters.make import BASE, make_adapter
 from tests.adapters.test_bank import assert_slot_is
-from tests.helpers import count_compilations
 
 
 @pytest.fixture

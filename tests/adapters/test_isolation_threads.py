@@ -15,13 +15,13 @@ import pytest
 
 from molora_jax.adapters import AdapterBank
 from molora_jax.adapters.hot_set import HotSet
+from molora_jax.compilations import count_compilations
 from molora_jax.generation.engine import Engine, QueueFull
 from molora_jax.generation.profiles import Profile
 from molora_jax.generation.request import Request
 from molora_jax.models import load_base
 from molora_jax.routing import VocabularyRouter
 from tests.generation.test_engine import alone, prompt, weights
-from tests.helpers import count_compilations
 
 MINUTES = float(os.environ.get("MOLORA_ISOLATION_MINUTES", "2"))
 NAMES = tuple(f"name{i}" for i in range(6))

@@ -7,11 +7,12 @@ import pytest
 
 from molora_jax.adapters import Adapter, AdapterBank
 from molora_jax.adapters.paging import PagedAdapters, paged
+from molora_jax.compilations import count_compilations
 from molora_jax.models import load_base
 from molora_jax.routing import FixedRouter
 from pallas_kernels import Routing
 from tests.adapters.make import BASE, arrays_for, make_adapter, modules_of
-from tests.helpers import assert_close, count_compilations
+from tests.helpers import assert_close
 
 RANKS = {"a": 2, "b": 5, "c": 8, "d": 1}
 

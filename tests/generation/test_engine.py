@@ -11,6 +11,7 @@ from flax import nnx
 
 from molora_jax.adapters import AdapterBank
 from molora_jax.adapters.hot_set import HotSet
+from molora_jax.compilations import count_compilations
 from molora_jax.generation import Sampling, generate
 from molora_jax.generation.engine import Engine, QueueFull
 from molora_jax.generation.profiles import Profile
@@ -23,7 +24,6 @@ from molora_jax.routing import (
     VocabularyRouter,
 )
 from tests.adapters.make import arrays_for, modules_of
-from tests.helpers import count_compilations
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 SWITCH = {5: 0, 6: 1, 7: -1}  # control token: column of ("b", "c")

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from molora_jax.compilations import count_compilations
 from pallas_kernels import DispatchPlan, Routing, lora_delta, make_plan
 from pallas_kernels.checks import check_operands, check_ranks, check_routing
 from pallas_kernels.cost import CPU, H200, choose, path
 from pallas_kernels.shapes import SMOLLM2, WORKLOADS, ProblemSize, workload
-from tests.helpers import assert_close, count_compilations
+from tests.helpers import assert_close
 from tests.pallas_kernels.cases import STRATEGIES, expected, jit, make_case
 
 SIZE = ProblemSize(num_tokens=45, d_in=12, d_out=10, rank=3, num_slots=5, top_k=2)

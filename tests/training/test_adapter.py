@@ -14,6 +14,7 @@ from molora_jax.adapters import (
     load_adapter,
     save_adapter,
 )
+from molora_jax.compilations import count_compilations
 from molora_jax.models import params_digest
 from molora_jax.training import (
     AdapterTrainConfig,
@@ -24,7 +25,6 @@ from molora_jax.training import (
 )
 from molora_jax.training.adapter import adapter_loss, kept_frozen
 from molora_jax.training.checkpoint import describe_checkpoint
-from tests.helpers import count_compilations
 from tests.training.conftest import SETTINGS
 
 

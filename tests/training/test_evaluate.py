@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from molora_jax.compilations import count_compilations
 from molora_jax.training import (
     base_arm,
     evaluate,
@@ -14,7 +15,6 @@ from molora_jax.training import (
 )
 from molora_jax.training.data import Batch, concatenate
 from molora_jax.training.losses import next_token_loss
-from tests.helpers import count_compilations
 
 
 def run(tiny, windows: Batch, router, **settings):

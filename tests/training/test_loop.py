@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from molora_jax.compilations import count_compilations
 from molora_jax.training import NonFiniteLossError, TrainConfig, fit
 from molora_jax.training.data import Batch, BatchOrder, make_batch
 from molora_jax.training.progress import Progress
-from tests.helpers import count_compilations
 
 V = 7
 
