@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -36,6 +36,13 @@ ARMS = {
     "auto": "our strategy that the cost model takes for the size",
     "bgmv": "our strategy in which each row reads its own adapter",
 }
+
+
+class HasDtype(Protocol):
+    """What drawing reads of a config."""
+
+    @property
+    def dtype(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,7 +218,7 @@ def device() -> str:
     return first.device_kind if first.platform == "gpu" else first.platform.upper()
 
 
-def unlike(config: TimingConfig, **paper: int) -> str:
+def unlike(config: HasDtype, **paper: int) -> str:
     """Device and dtype, and the sizes that are not the paper's: what a claim's note begins with.
 
     Args:
@@ -283,8 +290,13 @@ def milliseconds(times: bench.Times, name: str) -> str:
     """Median and spread as a table has them: `1.23 (1.20 to 1.31)`."""
     if name not in times:
         return "-"
-    low, high = times.spread(name)
-    return f"{1e3 * times.median(name):.3g} ({1e3 * low:.3g} to {1e3 * high:.3g})"
+    middle, low, high = (_plain(1e3 * value) for value in (times.median(name), *times.spread(name)))
+    return f"{middle} ({low} to {high})"
+
+
+def _plain(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def times_table(rows: Mapping[str, bench.Times], arms: Sequence[str], *, first: str) -> str:
@@ -346,9 +358,9 @@ def exactly(value: float) -> Band:
 def draw_curves(
     run: Run,
     name: str,
-    curves: Mapping[str, Mapping[int, Band]],
+    curves: Mapping[str, Mapping[Any, Band]],
     *,
-    config: TimingConfig,
+    config: HasDtype,
     xlabel: str,
     ylabel: str,
     title: str,
@@ -358,7 +370,7 @@ def draw_curves(
     """Curves over sizes, each in its band, as `name`.png in the run's folder.
 
     Args:
-      curves: by label the value at each x; what was not measured is left out.
+      curves: by label the value at each x, a number; what was not measured is left out.
       sizes: of the problem, for the title's second line.
       marks: by label of a curve a point beside it.
     """
@@ -386,7 +398,7 @@ def draw_curves(
             )
     axes.set_xscale("log", base=2)
     ticks = sorted({x for points in known.values() for x in points})
-    axes.set_xticks(ticks, [str(x) for x in ticks])
+    axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
     axes.minorticks_off()
     axes.set_xlabel(xlabel)
     _finish(run, name, axes, config, title=title, sizes=sizes)
@@ -397,7 +409,7 @@ def draw_bars(
     name: str,
     series: Mapping[str, Sequence[Band]],
     *,
-    config: TimingConfig,
+    config: HasDtype,
     groups: Sequence[str],
     ylabel: str,
     title: str,
@@ -437,7 +449,7 @@ def draw_bars(
     _finish(run, name, axes, config, title=title, sizes=sizes)
 
 
-def _finish(run: Run, name: str, axes: Any, config: TimingConfig, *, title: str, sizes: str):
+def _finish(run: Run, name: str, axes: Any, config: HasDtype, *, title: str, sizes: str):
     """The vertical scale with plain numbers, no legend of one entry, the title; then the file."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 

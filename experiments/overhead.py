@@ -1,11 +1,11 @@
 """What routing costs: the whole routed forward pass over the base's, paired in one process."""
 
 import dataclasses
-import statistics
-import time
+import functools
 from typing import Literal
 
 from experiments.registry import check_config
+from experiments.turns import time_in_turns
 from pallas_kernels.strategy import check_names
 
 
@@ -84,25 +84,16 @@ def main(config: Config, run) -> None:
         "one_lora": {"adapters": one, "router": always_0},
         "routed": {"adapters": stacks, "router": router},
     }
-    seconds = {name: [] for name in arms}
-    for routed in arms.values():  # compile
-        forward(base.decoder, routed).block_until_ready()
+    times = time_in_turns(
+        {name: functools.partial(forward, base.decoder, routed) for name, routed in arms.items()},
+        repeats=config.repeats,
+    )
     for repeat in range(config.repeats):
-        order = list(arms) if repeat % 2 else list(arms)[::-1]
-        for name in order:
-            begun = time.perf_counter()
-            forward(base.decoder, arms[name]).block_until_ready()
-            seconds[name].append(time.perf_counter() - begun)
-        run.log_metrics({name: seconds[name][-1] for name in arms}, step=repeat)
-
-    def ratio(name, over):
-        pairs = zip(seconds[name], seconds[over], strict=True)
-        return statistics.median(a / b for a, b in pairs)
-
+        run.log_metrics({name: times.seconds[name][repeat] for name in arms}, step=repeat)
     metrics = {
-        "routed_over_base": ratio("routed", "base"),
-        "routed_over_one_lora": ratio("routed", "one_lora"),
-        "one_lora_over_base": ratio("one_lora", "base"),
+        "routed_over_base": times.ratio("routed", over="base"),
+        "routed_over_one_lora": times.ratio("routed", over="one_lora"),
+        "one_lora_over_base": times.ratio("one_lora", over="base"),
     }
     setting = (
         f"{config.base}, {config.rows} × {config.seq_len} tokens, K = {config.num_adapters}, "
