@@ -5,6 +5,7 @@ is there cannot be used; FileNotFoundError: nothing is there. Sizes in a file ar
 after they were held against its length, so a damaged header cannot ask for memory.
 """
 
+import collections
 import contextlib
 import json
 import math
@@ -132,8 +133,8 @@ def parse_json(text: str, *, where: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in found if keys.count(key) > 1)
+            counts = collections.Counter(key for key, _ in pairs)
+            ((twice, _),) = counts.most_common(1)
             raise ValueError(f"the key {one_line(twice)!r} stands twice in one object")
         return found
 

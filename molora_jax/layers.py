@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from molora_jax.adapters import AdapterStack
+from molora_jax.routing.select import rms_normalize
 from pallas_kernels import DispatchPlan, Routing, lora_deltas
 from pallas_kernels.numerics import rows_times_weight
 
@@ -102,8 +103,7 @@ def linear(x: Float[Array, "*n D"], weight: Float[Array, "F D"]) -> Float[Array,
 
 
 def rms_norm(x: Float[Array, "*n D"], weight: Float[Array, " D"], *, eps: float) -> Array:
-    """x / rms(x) · weight, computed in float32 and returned in x's dtype."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    """x / rms(x) · weight in float32, returned in x's dtype; NaN where x² overflows."""
+    wide = rms_normalize(x, eps=eps)
     scale = weight.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
     return (wide * scale).astype(x.dtype)

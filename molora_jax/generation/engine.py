@@ -52,7 +52,8 @@ class Engine:
     buckets     lengths to which the prompts read together are padded, one program each; None:
                 powers of two
     pack        prompts that are read together at most; None: as many as there are rows. With 1 the
-                numbers of an answer depend on nothing else that is served, to the last bit
+                numbers of an answer depend on nothing else that is served, to the last bit;
+                otherwise up to rounding, which in bfloat16 may turn a near tie
     profiles    routing rules by name; at most one kind of them has logits
     max_waiting requests that may wait for a row, the ones after it are refused
     strategy    of the routed delta, as in pallas_kernels
@@ -82,8 +83,8 @@ class Engine:
         self.base, self.hot_set, self.rows, self.context = base, hot_set, rows, context
         self.buckets = _checked_buckets(buckets, context)
         self.pack = rows if pack is None else min(pack, rows)
-        if self.pack < 1:
-            raise ValueError(f"pack is {pack}; expected one prompt or more")
+        if self.pack < 1 or max_waiting < 1:
+            raise ValueError(f"pack is {pack} and max_waiting {max_waiting}; expected 1 or more")
         if profiles and hot_set is None:
             raise ValueError("profiles route to adapters: give a hot_set that holds them")
         self.profiles = Profiles(profiles or {}, config)
@@ -100,8 +101,9 @@ class Engine:
         self._programs: dict[str, jax.stages.Compiled] = {}
         self._rows: list[_Row | None] = [None] * rows
         self._waiting: collections.deque[Generation] = collections.deque()
-        self._cancelled: set[int] = set()
+        self._cancelled: set[Generation] = set()
         self._next_id = 0
+        self._broken: str | None = None
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
 
@@ -133,7 +135,7 @@ class Engine:
         """Ends a request before its next token, wherever it is; nothing where it is done."""
         with self._lock:
             if not generation.done:
-                self._cancelled.add(generation.id)
+                self._cancelled.add(generation)
 
     @property
     def idle(self) -> bool:
@@ -184,11 +186,26 @@ class Engine:
         return len(self._programs)
 
     def step(self) -> list[Generation]:
-        """Admits what fits, then gives every row one token. Returns the requests that ended."""
+        """Admits what fits, then gives every row one token. Returns the requests that ended.
+
+        Where it raises, what the rows had read is gone (a program was given it): the requests under
+        way have no end, and every later step raises RuntimeError.
+        """
         if "decode" not in self._programs:
             self.warm_up()
+        if self._broken is not None:
+            raise RuntimeError(f"a step failed before ({self._broken}): make a new engine")
+        try:
+            return self._step()
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+
+    def _step(self) -> list[Generation]:
         ended = self._drop_cancelled()
-        while group := self._admit(ended):
+        for _ in range(self.rows):  # a bound: answers of one token free their rows at once
+            if not (group := self._admit(ended)):
+                break
             ended += self._prefill(group)
         if any(self._rows):
             ended += self._decode()
@@ -313,14 +330,14 @@ class Engine:
 
     def _drop_cancelled(self) -> list[Generation]:
         with self._lock:
-            ids, self._cancelled = self._cancelled, set()
-            dropped = [each for each in self._waiting if each.id in ids]
+            asked, self._cancelled = self._cancelled, set()
+            dropped = [each for each in self._waiting if each in asked]
             for generation in dropped:
                 self._waiting.remove(generation)
         for generation in dropped:
             _end(generation, "cancelled")
         for index, row in enumerate(self._rows):
-            if row is not None and row.generation.id in ids:
+            if row is not None and row.generation in asked:
                 self._free(index)
                 _end(row.generation, "cancelled", text=row.stream.finish())
                 dropped.append(row.generation)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from molora_jax.adapters.hot_set import Version
+from molora_jax.adapters.names import brief
 from molora_jax.generation.sampling import Sampling
 from pallas_kernels import Routing
 
@@ -43,30 +45,57 @@ class Request:
     among: Sequence[str] | None = None
 
     def __post_init__(self):
-        if not len(self.prompt):
+        # A copy, so that what was checked is what is served.
+        for field in ("prompt", "stop", "among"):
+            value = getattr(self, field)
+            if isinstance(value, str | bytes):
+                raise ValueError(f"{field} is {value!r}; expected a list")
+            if value is not None:
+                object.__setattr__(self, field, tuple(value))
+        if not self.prompt:
             raise ValueError("prompt is empty: it needs at least one token")
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):
-            raise ValueError(f"max_tokens is {self.max_tokens!r}; expected an integer")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens is {self.max_tokens}; expected 1 or more")
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed is {self.seed}; expected 0 to 2**32 - 1")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise ValueError(f"logprobs is {self.logprobs}; expected 0 to {MAX_LOGPROBS}, or None")
+        for token in self.prompt:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise ValueError(f"prompt holds {brief(token)}; expected integer token ids")
+        _check_integer("max_tokens", self.max_tokens, 1)
+        _check_integer("seed", self.seed, 0, 2**32 - 1)
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for field, kinds in _KINDS.items():
+            if not isinstance(getattr(self, field), kinds):
+                value = getattr(self, field)
+                raise ValueError(
+                    f"{field} is {value!r}; expected {getattr(kinds, '__name__', kinds)}"
+                )
         if self.adapter is not None and self.profile is not None:
             raise ValueError(
                 f"adapter {self.adapter!r} and profile {self.profile!r}: a request has one of them"
             )
         if self.among is not None and (self.profile is None or not self.among):
             raise ValueError(
-                f"among is {self.among!r}; expected adapters of a learned profile, and that profile"
+                f"among is {list(self.among)}; expected adapters of a learned profile, and "
+                "that profile"
             )
 
     def samples(self, n: int) -> list[Request]:
         """The request n times, with the seeds from its own on, so that sampled answers differ."""
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"n is {n!r}; expected 1 or more")
+        _check_integer("n", n, 1)
         return [dataclasses.replace(self, seed=(self.seed + i) % 2**32) for i in range(n)]
+
+
+_KINDS = {"sampling": Sampling, "ignore_eos": bool, "adapter": str | None, "profile": str | None}
+
+
+def _check_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Any integer but a bool, numpy's too."""
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | np.integer)
+        or value < least
+        or (most is not None and value > most)
+    ):
+        upper = "or more" if most is None else f"to {most}"
+        raise ValueError(f"{name} is {value!r}; expected an integer, {least} {upper}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Sampling:
             raise ValueError(
                 f"temperature {self.temperature}: expected 0 (greedy), or 1e-5 or more"
             )
-        if not 0 <= self.top_k < 2**31:
+        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k {self.top_k}: expected 0 (all tokens) to 2**31 - 1")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p}: expected more than 0, at most 1")

@@ -128,9 +128,13 @@ def resident_columns(
 
 
 def rms_normalize(hidden: Float[Array, "*n D"], *, eps: float = 1e-6) -> Float[Array, "*n D"]:
-    """x / √(mean(x²) + eps) in float32, without a scale: what every router reads."""
+    """x / √(mean(x²) + eps) in float32, without a scale: what every router reads.
+
+    NaN where x² overflows: divided by an infinite root, x would be a plausible 0.
+    """
     x = hidden.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    square = jnp.mean(x * x, axis=-1, keepdims=True)
+    return x * jnp.where(jnp.isfinite(square), jax.lax.rsqrt(square + eps), jnp.nan)
 
 
 def is_count(value: object) -> bool:

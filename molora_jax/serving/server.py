@@ -98,6 +98,13 @@ def is_loopback(sock: socket.socket) -> bool:
 
 def run_until_signal(server: Server, sock: socket.socket) -> None:
     """Runs a server in the main thread until SIGTERM or SIGINT, and returns when all has ended."""
+    try:
+        sock.listen()  # here, where another process that was quicker is a line and no trace
+    except OSError as error:
+        host, port = sock.getsockname()[:2]
+        raise OSError(
+            f"cannot listen on {host} port {port} ({error.strerror}): choose another --port"
+        ) from None
 
     def taken(number: int, frame: object) -> None:
         """uvicorn raises the signal again for whoever had it before; the end was orderly."""

@@ -107,7 +107,9 @@ async def events(exchange: Exchange, gone: asyncio.Event) -> AsyncIterator[tuple
             # One that never got a row asked for what is not there any more.
             begun = not math.isnan(exchange.generations[index].admitted)
             words = delta.error or "the engine gave no reason"
-            raise ApiError(500, words, code="engine_error") if begun else refused(words)
+            if begun or exchange.failed:
+                raise ApiError(500, words, code="engine_error")
+            raise refused(words)
         left -= delta.finish_reason is not None
         yield index, delta
 

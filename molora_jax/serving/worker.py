@@ -34,6 +34,7 @@ class Exchange:
         self.held: list[Event] = []
         self.last = [time.monotonic()] * count
         self.begun = [False] * count
+        self.failed = False  # the engine, and not what was asked of it
 
 
 class Worker:
@@ -153,6 +154,7 @@ class Worker:
             left, self._open = self._open, set()
         end = Delta(None, "", None, "error", f"the engine has stopped: {words}")
         for exchange in left:
+            exchange.failed = True
             self._outbox.append((exchange, [(index, end) for index in sorted(exchange.open)]))
         self._hand_over()
 

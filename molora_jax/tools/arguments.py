@@ -211,6 +211,13 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         help="answers that may wait for a row; more get 429 (%(default)s)",
     )
     parser.add_argument(
+        "--pack",
+        type=_whole,
+        metavar="N",
+        help="prompts read together at most (all that fit); with 1 an answer does not depend on "
+        "its neighbours to the last bit, otherwise up to rounding",
+    )
+    parser.add_argument(
         "--allow_runtime_lora_updates",
         action="store_true",
         help="clients may load and unload adapters, from --adapter_root alone",

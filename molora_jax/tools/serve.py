@@ -194,6 +194,7 @@ def _engine(args: argparse.Namespace, base: BaseModel, given: _Given) -> Engine:
         context=args.context or min(DEFAULT_CONTEXT, base.config.max_positions),
         profiles=given.profiles,
         max_waiting=args.max_waiting,
+        pack=args.pack,
     )
 
 

@@ -15,7 +15,7 @@ from molora_jax.compilations import count_compilations
 from molora_jax.generation import Sampling, generate
 from molora_jax.generation.engine import Engine, QueueFull
 from molora_jax.generation.profiles import Profile
-from molora_jax.generation.request import Request
+from molora_jax.generation.request import Generation, Request
 from molora_jax.models import load_base
 from molora_jax.routing import (
     ControlTokenRouter,
@@ -24,6 +24,7 @@ from molora_jax.routing import (
     VocabularyRouter,
 )
 from tests.adapters.make import arrays_for, modules_of
+from tests.helpers import unchecked_shapes
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 SWITCH = {5: 0, 6: 1, 7: -1}  # control token: column of ("b", "c")
@@ -205,9 +206,13 @@ def test_an_adapter_replaced_while_it_is_used_finishes_with_its_old_weights(engi
     assert alone(engine, request).tokens == before.tokens
 
 
-def test_an_adapter_that_overflows_ends_its_own_request_alone(engine, base):
-    """Its weights are finite, what they compute is not; the row it had serves the next one."""
-    engine.hot_set.add(weights(base, 50, size=1e18), name="wild")
+@pytest.mark.parametrize("size", [1e6, 1e18])
+def test_an_adapter_that_overflows_ends_its_own_request_alone(engine, base, size):
+    """Its weights are finite, what they compute is not; the row it had serves the next one.
+
+    At 1e6 only the square in a norm overflows, which would make a plausible hidden state of zeros.
+    """
+    engine.hot_set.add(weights(base, 50, size=size), name="wild")
     try:
         good = [r for r in mixed_requests() if r.adapter in ("a", "b")]
         expected = [alone(engine, request).tokens for request in good]
@@ -391,6 +396,16 @@ def test_what_can_never_be_served_is_refused_at_once(engine, request_, message):
     ("fields", "message"),
     [
         ({"prompt": []}, "prompt is empty"),
+        ({"prompt": "text"}, "prompt is 'text'; expected a list"),
+        ({"prompt": [[1, 2], [3, 4]]}, r"prompt holds \[1, 2\]; expected integer token ids"),
+        ({"prompt": [1.0]}, "prompt holds 1.0"),
+        ({"stop": "END"}, "stop is 'END'; expected a list"),
+        ({"sampling": None}, "sampling is None; expected Sampling"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no'"),
+        ({"logprobs": 2.5}, "logprobs is 2.5"),
+        ({"logprobs": True}, "logprobs is True"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"adapter": 5}, "adapter is 5"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"seed": -1}, "seed is -1"),
         ({"logprobs": 21}, "logprobs is 21"),
@@ -399,8 +414,50 @@ def test_what_can_never_be_served_is_refused_at_once(engine, request_, message):
     ],
 )
 def test_requests_check_themselves(fields, message):
-    with pytest.raises(ValueError, match=message):
+    with unchecked_shapes(), pytest.raises(ValueError, match=message):
         Request(**({"prompt": [1]} | fields))
+
+
+def test_a_prompt_that_grows_after_it_was_submitted_is_served_as_it_was(engine):
+    text = prompt(3, 4)
+    expected = alone(engine, Request(prompt=text, max_tokens=2, ignore_eos=True)).tokens
+    request = Request(prompt=text, max_tokens=2, ignore_eos=True)
+    generation = engine.submit(request)
+    text.extend([1] * 60)
+    engine.run()
+    assert generation.tokens == expected
+
+
+def test_another_engines_generation_cancels_nothing_here(engine):
+    mine = engine.submit(Request(prompt=prompt(1), max_tokens=2, ignore_eos=True))
+    engine.cancel(Generation(mine.id, mine.request))
+    engine.run()
+    assert mine.finish_reason == "length"
+
+
+def test_where_a_step_fails_the_engine_goes_no_further(base):
+    """What it was given is gone: a row that went on would be served from nothing."""
+    broken = Engine(base, rows=2, context=16, buckets=(8,))
+    broken._programs = {name: object() for name in ("prefill 8", "decode")}
+    generation = broken.submit(Request(prompt=[1], max_tokens=2))
+    with pytest.raises(TypeError):
+        broken.step()
+    with pytest.raises(RuntimeError, match=r"a step failed before \(TypeError"):
+        broken.step()
+    assert not generation.done
+
+
+def test_answers_that_end_at_once_do_not_hold_up_the_others(engine):
+    """A step reads no more prompts than there are rows, however many are ready."""
+    running = engine.submit(Request(prompt=prompt(1), max_tokens=20, ignore_eos=True))
+    engine.step()
+    short = [Request(prompt=prompt(2), max_tokens=1, ignore_eos=True)] * 60
+    ended = [engine.submit(each) for each in short]
+    before = len(running.tokens)
+    engine.step()
+    assert len(running.tokens) == before + 1
+    assert sum(each.done for each in ended) <= engine.rows * engine.pack
+    engine.run()
 
 
 def test_the_queue_is_bounded(engine):
