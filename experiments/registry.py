@@ -44,6 +44,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         tables="Fig 3, Tab 15, 17",
         summary="four LoRAs trained apart, one router, one pass: held-out loss, share of tokens",
     ),
+    "decode_overhead": Experiment(
+        module="experiments.decode_overhead",
+        tables="Tab 16",
+        summary="time of an engine's decode step with adapters over the base's step",
+    ),
     "fig5_fig9": Experiment(
         module="experiments.kernel_batch",
         tables="Fig 5, 9",
@@ -54,14 +59,32 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         tables="Fig 6",
         summary="per-token over per-sequence as the batch grows",
     ),
+    "fig7": Experiment(
+        module="experiments.latency",
+        tables="Fig 7",
+        summary="P99 latency of a step by batch size, hot set against paging",
+    ),
+    "fig8": Experiment(
+        module="experiments.latency",
+        tables="Fig 8",
+        summary="P99 latency of a step by access pattern, hot set against paging",
+    ),
     "overhead": Experiment(
         module="experiments.overhead",
         tables="Tab 16",
         summary="time of the routed forward pass of a whole model over the base's",
     ),
+    "serving": Experiment(
+        module="experiments.serving",
+        summary="throughput and latency over arrival rate and adapters: mixed, one at a time",
+    ),
     "strategies": Experiment(
         module="experiments.strategies",
         summary="every strategy over a grid of sizes, and what the choice of auto gives away",
+    ),
+    "swap": Experiment(
+        module="experiments.swap",
+        summary="loading an adapter into a slot: over copying its bytes, and beside a step",
     ),
     "table2": Experiment(
         module="experiments.kernel_layout",
@@ -78,15 +101,35 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         tables="Tab 4",
         summary="the ladder: paging, hot set, per-token routing, one compiled program",
     ),
+    "table5": Experiment(
+        module="experiments.model_passes",
+        tables="Tab 5",
+        summary="a whole model: a pass for each adapter against one pass for all",
+    ),
     "table6": Experiment(
         module="experiments.kernel_orders",
         tables="Tab 6",
         summary="per-token against per-sequence for three orders of tokens",
     ),
+    "table7": Experiment(
+        module="experiments.model_passes",
+        tables="Tab 7",
+        summary="three transformers: a pass for each adapter against one for all",
+    ),
+    "table8": Experiment(
+        module="experiments.interleaved",
+        tables="Tab 8",
+        summary="text, pictures and grids in one vocabulary, generated in one pass",
+    ),
     "table9": Experiment(
         module="experiments.kernel_tiling",
         tables="Tab 9",
         summary="fixed row blocks against the chosen one, uniform and skewed tokens",
+    ),
+    "table11": Experiment(
+        module="experiments.latency",
+        tables="Tab 11",
+        summary="how much a step's latency varies: op by op, one program, paging",
     ),
     "table16": Experiment(
         module="experiments.kernel_overhead",
