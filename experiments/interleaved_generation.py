@@ -175,9 +175,9 @@ def generate(base, adapters, writer: Writer, data, config) -> Generated:
     asked: list[tuple[str, str, Any]] = []
     for arm, who in arms.items():
         looks = LOOKS if arm == PROFILE else LOOKS[:1]
-        for sample in range(config.samples if arm == PROFILE else 1):
+        for _ in range(config.samples if arm == PROFILE else 1):
             for alphabet, look in itertools.product(sorted(shown), looks):
-                asked_for = request(alphabet, look, sample, **who)
+                asked_for = request(alphabet, look, len(asked), **who)
                 asked.append((arm, f"{alphabet}, {look}:", engine.submit(asked_for)))
     found = puzzles(writer, data.heldout_tasks, config.puzzles, config.seq_len)
     solved = [
