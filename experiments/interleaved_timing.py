@@ -6,7 +6,6 @@ many adapters already take an adapter for each row, so that baseline stands besi
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.interleaved_data import GRID, PICTURE, Layout
+from experiments.turns import time_in_turns
 from molora_jax.adapters.bank import split_layers
 from molora_jax.models import Decoder, ModelConfig
 from molora_jax.models.decoder import KVCache
@@ -107,14 +107,7 @@ def time_steps(problem: Problem, *, repeats: int) -> Times:
     All arms run once a turn, in alternating order, so that values of a turn are pairs.
     """
     arms = decode_arms(problem, room=repeats + 2)
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(-2, repeats):  # the first compiles, the second warms
-        for name in list(arms)[:: 1 if turn % 2 else -1]:
-            begun = time.perf_counter()
-            jax.block_until_ready(arms[name]())
-            if turn >= 0:
-                seconds[name].append(time.perf_counter() - begun)
-    return Times({name: np.array(values) for name, values in seconds.items()})
+    return time_in_turns(arms, repeats=repeats, warm_up=2)  # the first compiles, the second warms
 
 
 def _routers(problem: Problem) -> dict[str, list[tuple[Any, str]]]:

@@ -11,11 +11,11 @@ import numpy as np
 
 from experiments import kernel_timing
 from experiments.kernel_timing import milliseconds
+from experiments.random_models import random_adapter
 from experiments.registry import check_config
 from experiments.run_folder import Claim, Run, markdown
 from experiments.turns import time_in_turns
-from molora_jax.adapters import Adapter, AdapterBank
-from molora_jax.adapters.names import PROJECTIONS, module_name
+from molora_jax.adapters import AdapterBank
 from molora_jax.adapters.slot_format import HostSlot, StagedAdapter, readable_size
 from molora_jax.adapters.stack import Stacks
 from molora_jax.compilations import count_compilations
@@ -103,9 +103,11 @@ class Swaps:
     def __init__(self, model: ModelConfig, config: Config, rank: int):
         K = config.num_slots
         self.bank = AdapterBank(model, num_slots=K, max_rank=rank, dtype=config.dtype)
-        rng = np.random.default_rng(config.seed)
         # One more than there are slots: the next one is never resident, and takes the oldest slot.
-        adapters = [random_adapter(model, f"adapter{i}", rank, rng) for i in range(K + 1)]
+        adapters = [
+            random_adapter(model, f"adapter{i}", rank=rank, seed=config.seed + i)
+            for i in range(K + 1)
+        ]
         self.staged = [self.bank.stage(adapter) for adapter in adapters]
         self.ready = [jax.block_until_ready(each.transfer()) for each in self.staged]
         rooms = [empty_like(self.staged[0].content) for _ in range(2)]
@@ -179,18 +181,6 @@ def decode(decoder, tokens, cache, adapters, slots):
     """Logits (B, V) of one decode step, each row on its own slot."""
     out, cache = decoder.decode(tokens, cache, adapters=adapters, router=SequenceRouter(slots))
     return decoder.logits(out.hidden[:, 0]), cache
-
-
-def random_adapter(config: ModelConfig, name: str, rank: int, rng: np.random.Generator) -> Adapter:
-    """On all seven projections, A and B not zero."""
-    arrays = {}
-    for layer, projection in itertools.product(range(config.num_layers), PROJECTIONS):
-        D, F = config.projection_sizes()[projection]
-        arrays[module_name(layer, projection)] = (
-            rng.standard_normal((rank, D), np.float32) / np.float32(D**0.5),
-            rng.standard_normal((F, rank), np.float32) / np.float32(10),
-        )
-    return Adapter.from_arrays(name, arrays, alpha=rank, num_layers=config.num_layers)
 
 
 def empty_like(content: HostSlot) -> HostSlot:

@@ -22,6 +22,7 @@ from pallas_kernels.grouped_gemm.blocks import (
     is_fused,
     power_of_two,
 )
+from pallas_kernels.numerics import FEW_ROWS
 from pallas_kernels.paths import Path
 from pallas_kernels.plans import planned
 from pallas_kernels.shapes import ProblemSize as Size
@@ -252,10 +253,12 @@ def _all_slots(path: Path, size: Size, device: Device) -> "_Count":
     # one more pass.
     moved += 4 * (4 * n * columns + 2 * n * size.d_out)
     shrink, expand = 2 * n * columns * size.d_in, 2 * n * columns * size.d_out
-    # h before and after the selection, one of them where the result will lie if it fits; and who
-    # chose what, with its gate.
+    # h before and after the selection, one of them where the result will lie if it fits and is not
+    # turned first (few rows on a CPU); and who chose what, with its gate.
     h = 4 * n * columns
-    temp = h * (1 if h <= item * n * size.d_out else 2) + n * size.num_slots * (4 * size.top_k + 1)
+    turned = device is CPU and 2 <= n <= FEW_ROWS
+    temp = h * (1 if h <= item * n * size.d_out and not turned else 2)
+    temp += n * size.num_slots * (4 * size.top_k + 1)
     temp += _SMALL
     # The second multiplies a float32 h: narrower weights are widened first.
     if item < 4:

@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.arrays import Array, Bool, Float, Int
 
+FEW_ROWS = 64  # up to which a CPU's product is as costly as reading its weight
+
 
 def accumulator_dtype(*arrays: Array) -> jnp.dtype:
     """float32 for halves and singles, float64 where an input is one."""
@@ -51,7 +53,7 @@ def rows_times_weight(
         columns = lax.optimization_barrier(x.T)
         return lax.optimization_barrier(product(weight, columns, contract=(1, 0))).T
 
-    if not 2 <= len(x) <= 64:
+    if not 2 <= len(x) <= FEW_ROWS:
         return as_it_stands(x, weight)
     return lax.platform_dependent(x, weight, cpu=weight_first, default=as_it_stands)
 

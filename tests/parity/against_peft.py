@@ -18,28 +18,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from molora_jax.adapters import Adapter, AdapterBank, HotSet, save_adapter
-from molora_jax.adapters.names import module_name
+from experiments.random_models import random_adapter
+from molora_jax.adapters import AdapterBank, HotSet, save_adapter
 from molora_jax.generation import Engine, Request
 from molora_jax.models import load_base
 from molora_jax.models.export import decoder_arrays, write_model
 
 NAMES = ("a", "b", "c", "d")
 ROWS, PROMPT, RANK = 8, 64, 16
-
-
-def random_adapter(config, name: str, seed: int) -> Adapter:
-    """Weights that change the answers without drowning the base."""
-    rng = np.random.default_rng(seed)
-    arrays = {
-        module_name(layer, projection): (
-            (rng.standard_normal((RANK, D)) * D**-0.5).astype(np.float32),
-            (rng.standard_normal((F, RANK)) * 0.1 * RANK**-0.5).astype(np.float32),
-        )
-        for layer in range(config.num_layers)
-        for projection, (D, F) in config.projection_sizes().items()
-    }
-    return Adapter.from_arrays(name, arrays, alpha=RANK, num_layers=config.num_layers)
 
 
 def ours(base, adapters, prompts, new_tokens: int) -> dict[str, Callable[[], list]]:
@@ -116,7 +102,9 @@ def main() -> None:
     parser.add_argument("--new_tokens", type=int, default=32)
     options = parser.parse_args()
     base = load_base("smollm2-135m")
-    adapters = [random_adapter(base.config, name, seed) for seed, name in enumerate(NAMES)]
+    adapters = [
+        random_adapter(base.config, name, rank=RANK, seed=seed) for seed, name in enumerate(NAMES)
+    ]
     rng = np.random.default_rng(0)
     prompts = rng.integers(8, base.config.vocab_size, (ROWS, PROMPT)).tolist()
     with tempfile.TemporaryDirectory() as folder:
