@@ -137,17 +137,21 @@ def _grid(axes: Any, grid: Grid | None) -> None:
     axes.tick_params(which="both", length=0)
 
 
-def shown(generated: Generated, layout: Layout) -> tuple[list[int], np.ndarray]:
-    """Ids and adapters of the answer with most whole pictures, the first of them."""
+def shown(generated: Generated, layout: Layout) -> tuple[list[int], np.ndarray, int]:
+    """Ids and adapters of the answer with most whole pictures, and where it begins."""
     answers = [generation for _, generation in generated.answers[PROFILE]]
     best = max(answers, key=lambda each: len(pictures_in(each.tokens, layout).pictures))
     columns = columns_of(best)
     ids = [*best.request.prompt, *best.tokens]
-    return ids[: len(columns)], columns  # the last token of an answer is never read
+    # The last token of an answer is never read.
+    return ids[: len(columns)], columns, len(best.request.prompt)
 
 
-def strip(ids: Sequence[int], columns: np.ndarray, layout: Layout, pieces: Any):
-    """Every token of a sample in the colour of its adapter; its pictures above, its text below."""
+def strip(ids: Sequence[int], columns: np.ndarray, begins: int, layout: Layout, pieces: Any):
+    """Every token of a sample in the colour of its adapter; its pictures above, its text below.
+
+    begins  the first token that was generated
+    """
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -170,6 +174,8 @@ def strip(ids: Sequence[int], columns: np.ndarray, layout: Layout, pieces: Any):
     for at, text in enumerate(pieces(list(ids))):
         if columns[at] == 0 and any(c.isalnum() for c in text):
             axes.text(at, -0.12, text.strip(), rotation=90, ha="center", va="top", fontsize=8)
+    axes.axvline(begins - 0.5, color="black", linestyle="--", linewidth=1)
+    axes.text(begins + 0.5, 3.95, "generated", ha="left", va="top", fontsize=9)
     axes.set_ylim(-1.9, 4.0)
     axes.set_xlim(-1, n)
     axes.set_yticks([])

@@ -253,11 +253,12 @@ def _all_slots(path: Path, size: Size, device: Device) -> "_Count":
     # one more pass.
     moved += 4 * (4 * n * columns + 2 * n * size.d_out)
     shrink, expand = 2 * n * columns * size.d_in, 2 * n * columns * size.d_out
-    # h before and after the selection, one of them where the result will lie if it fits and is not
-    # turned first (few rows on a CPU); and who chose what, with its gate.
+    # h before and after the selection, one of them where the result will lie if it fits; and who
+    # chose what, with its gate.
     h = 4 * n * columns
-    turned = device is CPU and 2 <= n <= FEW_ROWS
-    temp = h * (1 if h <= item * n * size.d_out and not turned else 2)
+    temp = h * (1 if h <= item * n * size.d_out else 2)
+    if device is CPU and 2 <= n <= FEW_ROWS:  # x is turned before
+        temp = max(temp, item * n * size.d_in)
     temp += n * size.num_slots * (4 * size.top_k + 1)
     temp += _SMALL
     # The second multiplies a float32 h: narrower weights are widened first.
