@@ -70,7 +70,7 @@ def random_problem(
 ) -> Problem:
     """A random decoder of heads of 64, four times as wide inside; the vocabulary is Chameleon's."""
     from experiments.overhead import random_stacks
-    from molora_jax.models.weights import random_arrays
+    from experiments.random_models import random_decoder
 
     layout = Layout(vocab_size - len(PICTURE) - len(GRID))
     config = ModelConfig(
@@ -85,7 +85,6 @@ def random_problem(
         tie_word_embeddings=True,
     )
     rng = np.random.default_rng(seed)
-    arrays = random_arrays(config, seed=seed)
     stacks = random_stacks(config, 2, rank, rng)
 
     def cast(leaf):
@@ -93,7 +92,7 @@ def random_problem(
         return jnp.asarray(leaf, dtype) if floating else jnp.asarray(leaf)
 
     return Problem(
-        decoder=Decoder(config, {name: cast(array) for name, array in arrays.items()}),
+        decoder=random_decoder(config, dtype=dtype, seed=seed),
         stacks=jax.tree.map(cast, stacks),
         layout=layout,
         rows=rows,

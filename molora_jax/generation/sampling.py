@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+MIN_TEMPERATURE = 1e-5  # logits over less would leave float32
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
     """temperature 0 is greedy; top_k 0 and top_p 1 keep every token. Names as in transformers.
 
-    Temperatures between 0 and 1e-5 are refused: logits over them would leave float32.
+    Temperatures between 0 and MIN_TEMPERATURE are refused.
     """
 
     temperature: float = 0.0
@@ -20,9 +22,9 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self):
-        if self.temperature != 0 and not 1e-5 <= self.temperature < math.inf:
+        if self.temperature != 0 and not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature {self.temperature}: expected 0 (greedy), or 1e-5 or more"
+                f"temperature {self.temperature}: expected 0 (greedy) or >= {MIN_TEMPERATURE}"
             )
         if not isinstance(self.top_k, int) or not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k {self.top_k}: expected 0 (all tokens) to 2**31 - 1")

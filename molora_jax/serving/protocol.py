@@ -9,6 +9,7 @@ from typing import Any
 
 from molora_jax.generation import Engine, Request, Sampling
 from molora_jax.generation.request import MAX_LOGPROBS
+from molora_jax.generation.sampling import MIN_TEMPERATURE
 from molora_jax.serving.catalog import Catalog, Target
 from molora_jax.serving.errors import ApiError, refused
 from molora_jax.serving.fields import ANYTHING, Fields
@@ -16,7 +17,6 @@ from molora_jax.serving.inputs import read_messages, read_prompts
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1024
 MAX_SEED = 2**32 - 1
-_GREEDY = 1e-5  # a temperature below is 0: divided by less, logits leave float32
 _DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat may fill the context
 
 # Fields of OpenAI's and vLLM's clients that ask for nothing, or for what is done anyway.
@@ -153,7 +153,7 @@ def _ask(
     # More than there are tokens is all of them, and must not reach a 32-bit number.
     top_k = min(max(fields.whole("top_k", least=-1) or 0, 0), engine.base.config.vocab_size)
     sampling = Sampling(
-        temperature=0.0 if temperature < _GREEDY else temperature, top_k=top_k, top_p=top_p
+        temperature=0.0 if temperature < MIN_TEMPERATURE else temperature, top_k=top_k, top_p=top_p
     )
     seed = fields.whole("seed", least=0, most=MAX_SEED)
     among = fields.texts("adapters", most=1000, longest=1000)
