@@ -453,11 +453,11 @@ class _Decision:
             self.num_slots = next(iter(of_one.values())).lora_a.shape[-3]
             if (
                 self.kind == "shared"
-                and not 0 <= router.after_layer < decoder.config.num_layers - 1
+                and not -1 <= router.after_layer < decoder.config.num_layers - 1
             ):
                 raise ValueError(
                     f"router.after_layer {router.after_layer} leaves no layer to adapt: the model "
-                    f"has {decoder.config.num_layers} layers, numbered from 0"
+                    f"has {decoder.config.num_layers} layers, numbered from 0; -1 is the embedding"
                 )
 
     def _planned(self, routing: Routing):

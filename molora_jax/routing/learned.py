@@ -20,7 +20,7 @@ class LearnedRouter(nnx.Module):
     Give `num_layers` for one network per decoder layer (decision "per_layer"): every parameter then
     has a leading layer axis, and the decoder hands each layer its own slice. Give `after_layer` for
     one network that reads the output of that layer, numbered from 0 (decision "shared"); layers up
-    to and including it use no adapter.
+    to and including it use no adapter. −1 is the embedding: every layer is adapted.
 
     For training by the language-model loss use `with_top_k(num_columns)`: the dense mixture, in
     which every column has a gradient. The parameters are the same, so evaluation takes any top_k.
@@ -52,9 +52,10 @@ class LearnedRouter(nnx.Module):
                 f"num_layers is {num_layers!r} and after_layer is {after_layer!r}: give exactly "
                 "one, num_layers for a router in every layer or after_layer for one shared decision"
             )
-        if after_layer is not None and after_layer != 0 and not is_count(after_layer):
+        if after_layer is not None and after_layer not in (-1, 0) and not is_count(after_layer):
             raise ValueError(
-                f"after_layer {after_layer!r} is negative or no number: layers are numbered from 0"
+                f"after_layer {after_layer!r} is no layer: they are numbered from 0, and -1 is the "
+                "embedding"
             )
         self.decision = "shared" if num_layers is None else "per_layer"
         self.d_model, self.num_columns, self.width = d_model, num_columns, width

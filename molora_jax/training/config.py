@@ -98,7 +98,8 @@ class RouterTrainConfig(TrainConfig):
     steps          gradient steps through the model; 0 keeps the start
     top_k          adapters per token at evaluation
     width          hidden units of the router; with start="ridge" at least two an adapter
-    after_layer    None: a decision in every layer. n: one decision, from the output of layer n
+    after_layer    None: a decision in every layer. n: one decision, from the output of layer n;
+                   −1: from the embedding
     gate           "softmax", or "unit", which is trained at top_k and not densely
     start          "ridge" (closed form, reads labels) or "random"
     start_states   layer inputs that the start reads: "oracle" (each token through its own adapter,

@@ -223,11 +223,11 @@ def _check(residents, data: Sequence[Batch], config: RouterTrainConfig, base: Ba
         )
     check_choice(top_k=config.top_k, num_columns=len(names), gate=config.gate)
     layers = base.config.num_layers
-    if config.after_layer is not None and not 0 <= config.after_layer < layers - 1:
+    if config.after_layer is not None and not -1 <= config.after_layer < layers - 1:
         raise ValueError(
             f"after_layer {config.after_layer} leaves no layer to adapt: {base.name!r} has "
-            f"{layers} layers, numbered from 0. Choose one of 0..{layers - 2}, or None for a "
-            "decision in every layer"
+            f"{layers} layers, numbered from 0. Choose one of -1 (the embedding) to {layers - 2}, "
+            "or None for a decision in every layer"
         )
     if config.start == "ridge" and config.width < 2 * len(names):
         raise ValueError(

@@ -262,8 +262,8 @@ def test_learned_refuses_misuse(unchecked):
         LearnedRouter(D, C, **common)
     with pytest.raises(ValueError, match="give exactly one"):
         LearnedRouter(D, C, num_layers=2, after_layer=1, **common)
-    with pytest.raises(ValueError, match="after_layer -1 is negative"):
-        LearnedRouter(D, C, after_layer=-1, **common)
+    with pytest.raises(ValueError, match="after_layer -2 is no layer"):
+        LearnedRouter(D, C, after_layer=-2, **common)
     tokens, hidden = inputs()
     with pytest.raises(ValueError, match="hidden is None"):
         learned()(tokens, None, jnp.asarray(RIGHT))
