@@ -7,6 +7,8 @@ Every router is a Flax module with the attributes `decision` and `top_k` and the
 from molora_jax.routing.control import KEEP, ControlTokenRouter
 from molora_jax.routing.fixed import FixedRouter, RouterData, SequenceRouter, VocabularyRouter
 from molora_jax.routing.learned import LearnedRouter
+from molora_jax.routing.linear import PrototypeRouter, StatisticsRouter
+from molora_jax.routing.modulated import ModulatedRouter
 from molora_jax.routing.registry import (
     ROUTERS,
     Router,
@@ -15,6 +17,7 @@ from molora_jax.routing.registry import (
     router_config,
 )
 from molora_jax.routing.select import count_nonfinite, rms_normalize, select
+from molora_jax.routing.statistics import RouterStatistics, load_statistics, save_statistics
 from pallas_kernels import Routing
 
 __all__ = [
@@ -23,15 +26,21 @@ __all__ = [
     "ControlTokenRouter",
     "FixedRouter",
     "LearnedRouter",
+    "ModulatedRouter",
+    "PrototypeRouter",
     "Router",
     "RouterData",
+    "RouterStatistics",
     "Routing",
     "SequenceRouter",
+    "StatisticsRouter",
     "VocabularyRouter",
     "build_router",
     "count_nonfinite",
+    "load_statistics",
     "rms_normalize",
     "router_arrays",
     "router_config",
+    "save_statistics",
     "select",
 ]

@@ -1,12 +1,4 @@
-"""A router without gradients: ridge regression on layer inputs, from sums that travel and add up.
-
-For every adapter c and layer l the statistics are the second moments of its own tokens,
-
-    G[c, l] = Σ_n [x̂_n, 1]ᵀ[x̂_n, 1]    (D+1, D+1),   x̂ = hidden / rms(hidden),
-
-which hold all that the regression needs: the last column of G[c] is XᵀY for the one-hot target c,
-and its corner the number of tokens. They add over batches, and adapters gathered apart are joined,
-so a router for any set of adapters is solved without seeing their data again.
+"""A router without gradients: ridge regression on layer inputs, from statistics that add up.
 
 The target is the adapter whose own data a token came from: whoever uses a router made here says
 so beside the result.
@@ -18,86 +10,104 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
+from molora_jax.routing.statistics import RouterStatistics, normalize
+
 _TEMPERATURES = (1e-2, 1e2)
-
-
-class RidgeStatistics:
-    """G (C, L, D+1, D+1) in float64: 8·C·L·(D+1)² bytes, 320 MB for four adapters of SmolLM2."""
-
-    def __init__(self, num_columns: int, num_layers: int, d_model: int):
-        self.gram = np.zeros((num_columns, num_layers, d_model + 1, d_model + 1))
-
-    @property
-    def counts(self) -> Float[np.ndarray, " C"]:
-        """Tokens of each column."""
-        return self.gram[:, 0, -1, -1]
-
-    def add(
-        self,
-        layer_inputs: Float[ArrayLike, "L B S D"],
-        labels: Int[ArrayLike, "B S"],
-        mask: Bool[ArrayLike, "B S"],
-    ) -> None:
-        """Adds the real tokens that have a label (≥ 0) and are finite in every layer."""
-        features, labels = select_tokens(layer_inputs, labels, mask)
-        C, L, E, _ = self.gram.shape
-        if features.shape[0] != L or features.shape[2] != E - 1:
-            raise ValueError(
-                f"layer_inputs has shape {np.shape(layer_inputs)}, but these statistics are of "
-                f"{L} layers and width {E - 1}: expected (L, B, S, D)"
-            )
-        if labels.size and labels.max() >= C:
-            raise ValueError(f"label {labels.max()} has no column: the statistics have {C} columns")
-        for column in np.unique(labels):
-            own = features[:, labels == column]
-            for layer, x in enumerate(own):
-                extended = np.concatenate([x, np.ones((len(x), 1), x.dtype)], axis=1)
-                # The same buffer on both sides: BLAS then computes one triangle only.
-                self.gram[column, layer] += extended.T @ extended
-
-    def __add__(self, other: "RidgeStatistics") -> "RidgeStatistics":
-        """The same columns over the tokens of both."""
-        return _from_gram(self.gram + other.gram)
-
-    @staticmethod
-    def join(parts: Sequence["RidgeStatistics"]) -> "RidgeStatistics":
-        """The columns of all parts, one after the other: adapters whose data was read apart."""
-        return _from_gram(np.concatenate([part.gram for part in parts]))
-
-
-def _from_gram(gram: np.ndarray) -> RidgeStatistics:
-    statistics = RidgeStatistics(0, 0, 0)
-    statistics.gram = gram
-    return statistics
+_DRAWS = 1000
+# A share of tokens that fits another adapter as well: without it, scores that the normal law says
+# never overlap would be made as sharp as can be.
+_DOUBT = 0.005
 
 
 def solve_ridge(
-    statistics: RidgeStatistics, *, ridge: float = 1e-2, balance: bool = True
+    statistics: Sequence[RouterStatistics], *, ridge: float = 1e-2, balance: bool = True
 ) -> tuple[Float[np.ndarray, "L D C"], Float[np.ndarray, "L C"]]:
-    """argmin_W Σ_n w_n ‖x̂_n·W + b − onehot_n‖² + λ‖W‖² for each layer, in float64.
+    """argmin_W Σ_n w_n ‖φ_n·W + b − onehot_n‖² + λ‖W‖² for each layer, in float64, as P·W and b.
 
-    λ is `ridge` times the mean square of a feature, so it has no unit; the bias is not penalised.
-    With `balance` every adapter weighs the same however many tokens it brought; without it every
-    token does. The scores are estimates of a probability, not logits: see `calibrate`.
+    statistics  of one adapter each, in the order of the columns. They are summed in an order of
+                their own, by content, so that the result does not depend on who came first, bit
+                for bit
+    ridge       λ in units of a feature's mean square; the bias is not penalised
+    balance     every adapter weighs the same however many tokens it brought; without it every token
+                does
+
+    The scores are estimates of a probability, not logits: see `calibrate`, and `solve_logits`
+    where no data is at hand.
     """
-    counts = statistics.counts
-    if not (counts > 0).all():
-        column = int(np.flatnonzero(counts <= 0)[0])
-        raise ValueError(
-            f"column {column} has no token in the statistics: every adapter needs some of its own "
-            "data before a router can be solved"
-        )
-    C, L, E, _ = statistics.gram.shape
+    order = _order(statistics)
+    small, bias = _solve([statistics[column] for column in order], ridge=ridge, balance=balance)
+    return _columns(statistics[0], small, order), _columns(None, bias, order)
+
+
+def solve_logits(
+    statistics: Sequence[RouterStatistics], *, ridge: float = 1e-2
+) -> tuple[Float[np.ndarray, "L D C"], Float[np.ndarray, "L C"]]:
+    """`solve_ridge`, and scores made logits without any data (as `calibrate` does with some).
+
+    Of adapter c's tokens the statistics tell mean and covariance of the features, and so those of
+    the C scores. The temperature is set on draws from the normal law with these moments.
+    """
+    order = _order(statistics)
+    ordered = [statistics[column] for column in order]
+    small, bias = _solve(ordered, ridge=ridge, balance=True)
+    C = len(ordered)
+    noise = np.random.default_rng(0).standard_normal((C, _DRAWS, C))
+    labels = np.repeat(np.arange(C), _DRAWS)
+    temperature = np.empty(len(small))
+    for layer, w in enumerate(small):
+        scores = np.empty((C, _DRAWS, C))
+        for column, own in enumerate(ordered):
+            moments = own.moments[layer] / own.count
+            mean, second = moments[-1, :-1], moments[:-1, :-1]
+            spread = w.T @ (second - np.outer(mean, mean)) @ w
+            values, vectors = np.linalg.eigh(spread)
+            root = vectors * np.sqrt(np.maximum(values, 0.0))
+            scores[column] = mean @ w + bias[layer] + noise[column] @ root.T
+        drawn = scores.reshape(1, C * _DRAWS, C)
+        temperature[layer] = _temperature(drawn, labels, doubt=_DOUBT)[0]
+    weights = _columns(statistics[0], small * temperature[:, None, None], order)
+    return weights, _columns(None, bias * temperature[:, None], order)
+
+
+def _order(statistics: Sequence[RouterStatistics]) -> list[int]:
+    """The columns by content; ValueError where they do not make one regression."""
+    if not statistics:
+        raise ValueError("no statistics: a router needs those of one adapter or more")
+    for column, each in enumerate(statistics):
+        statistics[0].check_like(each)
+        if each.count <= 0:
+            raise ValueError(
+                f"column {column} has no token in the statistics: every adapter needs some of its "
+                "own data before a router can be solved"
+            )
+    return sorted(range(len(statistics)), key=lambda column: statistics[column].digest)
+
+
+def _solve(
+    ordered: Sequence[RouterStatistics], *, ridge: float, balance: bool
+) -> tuple[Float[np.ndarray, "L m C"], Float[np.ndarray, "L C"]]:
+    C = len(ordered)
+    counts = np.array([each.count for each in ordered])
     share = 1.0 / (C * counts) if balance else np.full(C, 1.0 / counts.sum())
-    weights, bias = np.empty((L, E - 1, C)), np.empty((L, C))
+    L, E, _ = ordered[0].moments.shape
+    small, bias = np.empty((L, E - 1, C)), np.empty((L, C))
     for layer in range(L):
-        own = statistics.gram[:, layer] * share[:, None, None]
+        own = np.stack([each.moments[layer] * w for each, w in zip(ordered, share, strict=True)])
         total = own.sum(axis=0)
         penalty = np.full(E, ridge * np.diag(total)[:-1].mean())
         penalty[-1] = 0.0
         solution = np.linalg.solve(total + np.diag(penalty), own[:, :, -1].T)
-        weights[layer], bias[layer] = solution[:-1], solution[-1]
-    return weights, bias
+        small[layer], bias[layer] = solution[:-1], solution[-1]
+    return small, bias
+
+
+def _columns(like: RouterStatistics | None, ordered: np.ndarray, order: list[int]) -> np.ndarray:
+    """Columns back in the caller's order; weights of features as weights of channels."""
+    if like is not None and like.num_features is not None:
+        ordered = like.projection.astype(np.float64) @ ordered
+    back = np.empty_like(ordered)
+    back[..., order] = ordered
+    return back
 
 
 def calibrate(
@@ -117,7 +127,19 @@ def calibrate(
     """
     x, labels = normalize(features), np.asarray(labels)
     scores = np.matmul(x, weights) + bias[:, None, :]
+    temperature = _temperature(scores, labels)
+    return weights * temperature[:, None, None], bias * temperature[:, None], temperature
+
+
+def _temperature(
+    scores: Float[np.ndarray, "L M C"], labels: Int[np.ndarray, " M"], *, doubt: float = 0.0
+) -> Float[np.ndarray, " L"]:
+    """T of each layer with the least cross-entropy of softmax(T · scores) against labels.
+
+    A share `doubt` of every label is spread over all columns.
+    """
     at_label = np.take_along_axis(scores, labels[None, :, None], axis=2)[..., 0]
+    at_label = (1 - doubt) * at_label + doubt * scores.mean(axis=2)
     low, high = (np.full(len(scores), np.log(t)) for t in _TEMPERATURES)
     for _ in range(30):
         middle = (low + high) / 2
@@ -126,8 +148,7 @@ def calibrate(
         p /= p.sum(axis=2, keepdims=True)
         too_sharp = ((p * scores).sum(axis=2) - at_label).mean(axis=1) > 0
         low, high = np.where(too_sharp, low, middle), np.where(too_sharp, middle, high)
-    temperature = np.exp((low + high) / 2)
-    return weights * temperature[:, None, None], bias * temperature[:, None], temperature
+    return np.exp((low + high) / 2)
 
 
 def select_tokens(
@@ -143,9 +164,3 @@ def select_tokens(
     features, labels = normalize(flat[:, kept]), labels[kept]
     finite = np.isfinite(features).all(axis=(0, 2))
     return (features, labels) if finite.all() else (features[:, finite], labels[finite])
-
-
-def normalize(features: Float[ArrayLike, "*n D"]) -> Float[np.ndarray, "*n D"]:
-    """`rms_normalize` on the host."""
-    x = np.asarray(features, np.float32)
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6)

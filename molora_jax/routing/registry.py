@@ -13,6 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 from molora_jax.routing.control import ControlTokenRouter
 from molora_jax.routing.fixed import FixedRouter, SequenceRouter, VocabularyRouter
 from molora_jax.routing.learned import LearnedRouter
+from molora_jax.routing.linear import PrototypeRouter, StatisticsRouter
+from molora_jax.routing.modulated import ModulatedRouter
 from pallas_kernels import Routing
 
 
@@ -54,6 +56,9 @@ ROUTERS: dict[str, type[Router]] = {
     "vocabulary": VocabularyRouter,
     "control": ControlTokenRouter,
     "learned": LearnedRouter,
+    "statistics": StatisticsRouter,
+    "prototype": PrototypeRouter,
+    "modulated": ModulatedRouter,
     "sequence": SequenceRouter,
     "fixed": FixedRouter,
 }

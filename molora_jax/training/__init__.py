@@ -13,7 +13,9 @@ from molora_jax.training.evaluate import (
 )
 from molora_jax.training.jsonl import DataReport, read_windows
 from molora_jax.training.loop import NonFiniteLossError, fit
+from molora_jax.training.pretrain import pretrain
 from molora_jax.training.router import RouterTraining, train_router
+from molora_jax.training.statistics import gather_statistics
 
 __all__ = [
     "AdapterTrainConfig",
@@ -28,9 +30,11 @@ __all__ = [
     "base_arm",
     "evaluate",
     "fit",
+    "gather_statistics",
     "joined_windows",
     "oracle_arm",
     "pack",
+    "pretrain",
     "read_windows",
     "single_arm",
     "split_documents",

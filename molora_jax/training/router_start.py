@@ -14,8 +14,9 @@ from jaxtyping import Float, Int
 
 from molora_jax.models import ModelConfig
 from molora_jax.routing import LearnedRouter
-from molora_jax.routing.closed_form import RidgeStatistics, calibrate, select_tokens, solve_ridge
+from molora_jax.routing.closed_form import calibrate, select_tokens, solve_ridge
 from molora_jax.routing.fit import fit_on_features
+from molora_jax.routing.statistics import RouterStatistics
 from molora_jax.training.config import RouterTrainConfig
 from molora_jax.training.data import Batch
 from molora_jax.training.evaluate import base_arm, oracle_arm
@@ -46,11 +47,13 @@ def start_router(
             return router
 
     rows, unseen_from = _drawn_rows(windows, config, num_columns)
-    statistics = RidgeStatistics(num_columns, layers, model.hidden_size)
+    statistics = [RouterStatistics(layers, model.hidden_size) for _ in range(num_columns)]
     unseen, stored = [], []
     for first, batch, inputs in layer_inputs(windows.rows(rows), config, frozen):
         is_unseen = first + np.arange(batch.num_rows) >= unseen_from
-        statistics.add(inputs, batch.labels, batch.mask & ~is_unseen[:, None])
+        seen = batch.mask & ~is_unseen[:, None]
+        for column in np.unique(batch.labels[seen & (batch.labels >= 0)]):
+            statistics[column].add(inputs, seen & (batch.labels == column))
         unseen.append(select_tokens(inputs, batch.labels, batch.mask & is_unseen[:, None]))
         if config.feature_steps:
             stored.append(select_tokens(inputs, batch.labels, batch.mask))

@@ -1,0 +1,98 @@
+"""Gathers the statistics of one adapter's own data: a pass of the frozen base, no other text."""
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int
+
+from molora_jax.generation.generate import generate
+from molora_jax.generation.sampling import Sampling
+from molora_jax.models import BaseModel
+from molora_jax.models.decoder import Decoder
+from molora_jax.routing.statistics import RouterStatistics
+from molora_jax.token_ids import check_token_ids
+from molora_jax.training.data import Batch, make_batch
+
+_ROWS = 8
+
+
+def gather_statistics(
+    base: BaseModel,
+    windows: Batch,
+    *,
+    num_features: int | None = 256,
+    max_rows: int = 64,
+    prefixes: Int[np.ndarray, "P S"] | None = None,
+    seed: int = 0,
+) -> RouterStatistics:
+    """Of the own tokens in `windows`, read by the base alone.
+
+    Text rarely begins where an adapter's own begins, so every row first has a foreign text and then
+    the window's beginning; only the latter's tokens count. The foreign text is what the base itself
+    writes (`self_written`): nobody's data is needed, and everybody has the same.
+
+    windows       the adapter's own data, as it was trained on
+    num_features  m; None: all D channels. L·m²  bytes when saved
+    max_rows      rows read at most, drawn evenly
+    prefixes      other foreign text, rows of at least 3/4 of a window
+    seed          of the draw and of where the own text begins (a quarter to three quarters in)
+
+    Raises ValueError for a token id that the base does not have, or prefixes that are too short.
+    """
+    check_token_ids(windows.tokens, base.config.vocab_size, name="windows: tokens")
+    S = windows.seq_len
+    longest = S - S // 4
+    rng = np.random.default_rng(seed)
+    rows = np.sort(rng.permutation(windows.num_rows)[:max_rows])
+    if prefixes is None:
+        prefixes = self_written(base, length=longest)
+    if prefixes.shape[1] < longest:
+        raise ValueError(
+            f"prefixes has rows of {prefixes.shape[1]} tokens; windows of {S} need {longest}"
+        )
+    config = base.config
+    found = RouterStatistics(config.num_layers, config.hidden_size, num_features=num_features)
+    tokens, mask = np.array(windows.tokens[rows]), np.array(windows.mask[rows])
+    counted = mask.copy()
+    for row in range(len(rows)):
+        cut = int(rng.integers(S // 4, longest + 1))
+        tokens[row, cut:], mask[row, cut:] = tokens[row, : S - cut], mask[row, : S - cut]
+        counted[row, cut:], counted[row, :cut] = mask[row, cut:], False
+        tokens[row, :cut], mask[row, :cut] = prefixes[rng.integers(len(prefixes)), :cut], True
+    for first in range(0, len(rows), _ROWS):
+        here = slice(first, first + _ROWS)
+        read = make_batch(tokens[here], mask[here], mask[here]).filled(_ROWS)
+        inputs = np.asarray(_layer_inputs(base.decoder, read.tokens, read.mask))
+        found.add(inputs[:, : len(tokens[here])], counted[here])
+    return found
+
+
+def self_written(base: BaseModel, *, length: int, rows: int = 32) -> Int[np.ndarray, "P S"]:
+    """What the base writes at temperature 1 behind a line break, always the same.
+
+    P = rows. The base is let to write twice `length` tokens, and each row begins somewhere in the
+    first half: foreign text is a cut from the middle of a text, as often as its beginning.
+    """
+    key = (base.digest, length, rows)
+    if key not in _WRITTEN:
+        written = generate(
+            base.decoder,
+            [base.tokenizer.encode("\n")] * rows,
+            max_new_tokens=2 * length,
+            sampling=Sampling(temperature=1.0),
+        )
+        starts = np.random.default_rng(0).integers(0, length + 1, rows)
+        _WRITTEN[key] = np.stack(
+            [row.tokens[at : at + length] for row, at in zip(written, starts, strict=True)]
+        )
+    return _WRITTEN[key]
+
+
+# It takes longer than reading the adapter's data, and is the same for every adapter of a base.
+_WRITTEN: dict[tuple[str, int, int], np.ndarray] = {}
+
+
+@jax.jit
+def _layer_inputs(decoder: Decoder, tokens: Array, mask: Array) -> Array:
+    inputs = decoder(tokens, mask, return_layer_inputs=True).layer_inputs
+    assert inputs is not None
+    return inputs

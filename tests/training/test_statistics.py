@@ -1,0 +1,74 @@
+"""Gathering statistics: the base alone reads, own tokens alone count, and it repeats itself."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from molora_jax.models import load_base
+from molora_jax.routing.statistics import normalize
+from molora_jax.training.data import make_batch
+from molora_jax.training.statistics import gather_statistics, self_written
+
+S = 16
+
+
+@pytest.fixture(scope="module")
+def base():
+    return load_base("tiny-random")
+
+
+def windows(seed=0, rows=5, *, short=None):
+    tokens = np.random.default_rng(seed).integers(0, 200, (rows, S))
+    mask = np.ones(tokens.shape, bool)
+    if short is not None:
+        mask[0, short:] = False
+    return make_batch(tokens, mask, mask)
+
+
+def test_own_tokens_count_behind_foreign_ones_read_by_the_base(base):
+    own = windows(rows=1)
+    prefixes = np.full((1, S), 7)
+    found = gather_statistics(base, own, num_features=None, prefixes=prefixes)
+    assert S // 4 <= found.count <= S - S // 4
+    cut = S - found.count
+    row = np.concatenate([prefixes[0, :cut], own.tokens[0, : S - cut]])[None]
+    out = base.decoder(row, return_layer_inputs=True)
+    x = normalize(np.asarray(out.layer_inputs)[2, 0, cut:])
+    x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
+    np.testing.assert_allclose(found.moments[2], x.T @ x, rtol=1e-3, atol=1e-2)
+    alone = base.decoder(own.tokens, return_layer_inputs=True)
+    y = normalize(np.asarray(alone.layer_inputs)[2, 0, : S - cut])
+    assert np.abs(x[:, :-1] - y).max() > 0.01  # what stands before it matters
+
+
+def test_padding_does_not_count_and_rows_are_drawn(base):
+    prefixes = np.full((1, S), 7)
+    whole = gather_statistics(base, windows(), prefixes=prefixes, num_features=8)
+    short = gather_statistics(base, windows(short=2), prefixes=prefixes, num_features=8)
+    assert 0 < short.count < whole.count
+    few = gather_statistics(base, windows(), prefixes=prefixes, num_features=8, max_rows=2)
+    assert 2 * (S // 4) <= few.count <= 2 * (S - S // 4)
+    np.testing.assert_array_equal(
+        few.moments,
+        gather_statistics(base, windows(), prefixes=prefixes, num_features=8, max_rows=2).moments,
+    )
+
+
+def test_the_base_writes_the_same_foreign_text_for_everybody(base):
+    text = self_written(base, length=6, rows=3)
+    assert text.shape == (3, 6)
+    again = load_base("tiny-random")  # another process, as it were
+    again = dataclasses.replace(again, digest="anew")
+    np.testing.assert_array_equal(text, self_written(again, length=6, rows=3))
+    assert len(np.unique(text, axis=0)) == 3
+    assert len(np.unique(text)) > 5
+
+
+def test_bad_windows_and_prefixes_are_refused(base):
+    with pytest.raises(ValueError, match=r"rows of 5 tokens; windows of 16 need 12"):
+        gather_statistics(base, windows(), prefixes=np.full((1, 5), 7), num_features=8)
+    bad = windows()
+    bad.tokens[0, 0] = base.config.vocab_size
+    with pytest.raises(ValueError, match=r"windows: tokens\[0, 0\] is token id"):
+        gather_statistics(base, bad, num_features=8)
