@@ -1,5 +1,6 @@
 """What a run shows: heat maps, curves, and text coloured by the adapter of each token."""
 
+from molora_jax.display.explorer import explorer_page
 from molora_jax.display.figures import (
     curve_figure,
     layer_share_figure,
@@ -13,6 +14,7 @@ from molora_jax.display.text import adapter_color, printable_pieces, terminal_te
 __all__ = [
     "adapter_color",
     "curve_figure",
+    "explorer_page",
     "html_page",
     "layer_share_figure",
     "printable_pieces",
