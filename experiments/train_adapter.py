@@ -10,7 +10,7 @@ from typing import Any
 from experiments.registry import check_config, place
 from experiments.run_folder import check_out, deliver
 from molora_jax.adapters import Adapter, AdapterBank, AdapterCard, load_adapter, save_adapter
-from molora_jax.adapters.peft_folder import PEFT_FILES
+from molora_jax.adapters.peft_folder import ADAPTER_FILES
 from molora_jax.models import base_digest, load_base
 from molora_jax.models.digest import file_digest
 from molora_jax.training import (
@@ -79,7 +79,7 @@ class Config(TrainConfig):
             self.training()
         except ValueError as error:
             raise ValueError(str(error).replace("AdapterTrainConfig.", "Config.")) from None
-        check_out(self.out, PEFT_FILES)
+        check_out(self.out, ADAPTER_FILES)
         if self.out and self.init_from and _resolved(self.out) == _resolved(self.init_from):
             raise ValueError(
                 f"Config.out = {self.out!r} is what init_from reads: name another folder"

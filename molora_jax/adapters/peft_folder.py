@@ -10,11 +10,15 @@ import numpy as np
 from molora_jax.adapters.names import nearest, shortened
 from molora_jax.files import read_json, read_safetensors
 from molora_jax.hub import HUB_NAME, cached_names, download_command, hub_repo, hub_snapshot
+from molora_jax.routing.statistics import STATISTICS_FILE
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 CARD_FILE = "README.md"
 PEFT_FILES = frozenset({CONFIG_FILE, WEIGHTS_FILE, CARD_FILE})
+# What may lie in an adapter's folder and goes with it: statistics of an adapter that is replaced
+# would be refused by whoever reads them.
+ADAPTER_FILES = PEFT_FILES | {STATISTICS_FILE}
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # Other layouts by a file that tells them: what it is, and the way out.

@@ -10,7 +10,7 @@ from safetensors.numpy import save as safetensors_bytes
 from molora_jax.adapters.adapter import Adapter
 from molora_jax.adapters.folders import new_folder
 from molora_jax.adapters.names import tensor_key
-from molora_jax.adapters.peft_folder import CARD_FILE, CONFIG_FILE, PEFT_FILES, WEIGHTS_FILE
+from molora_jax.adapters.peft_folder import ADAPTER_FILES, CARD_FILE, CONFIG_FILE, WEIGHTS_FILE
 from molora_jax.adapters.peft_load import load_adapter
 from molora_jax.adapters.report import LoadReport, public_base_name
 
@@ -41,7 +41,7 @@ def save_adapter(
     Raises ValueError for an adapter that is broken (NaN) or cannot be described (a scale that no
     alpha gives), so that its next user is not the one who finds out.
     """
-    with new_folder(path, owned=PEFT_FILES, overwrite=overwrite) as folder:
+    with new_folder(path, owned=ADAPTER_FILES, overwrite=overwrite) as folder:
         write_adapter(adapter, folder, card=card)
     return Path(path)
 

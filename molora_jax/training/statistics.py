@@ -31,7 +31,7 @@ def gather_statistics(
     writes (`self_written`): nobody's data is needed, and everybody has the same.
 
     windows       the adapter's own data, as it was trained on
-    num_features  m; None: all D channels. L·m²  bytes when saved
+    num_features  m; None, or no fewer than D: all D channels. L·m² bytes when saved
     max_rows      rows read at most, drawn evenly
     prefixes      other foreign text, rows of at least 3/4 of a window
     seed          of the draw and of where the own text begins (a quarter to three quarters in)
@@ -50,7 +50,9 @@ def gather_statistics(
             f"prefixes has rows of {prefixes.shape[1]} tokens; windows of {S} need {longest}"
         )
     config = base.config
-    found = RouterStatistics(config.num_layers, config.hidden_size, num_features=num_features)
+    D = config.hidden_size
+    m = num_features if num_features is not None and num_features < D else None
+    found = RouterStatistics(config.num_layers, D, num_features=m)
     tokens, mask = np.array(windows.tokens[rows]), np.array(windows.mask[rows])
     counted = mask.copy()
     for row in range(len(rows)):

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from molora_jax.adapters import Adapter, load_adapter, save_adapter
+from molora_jax.adapters.names import module_name
 from molora_jax.routing import RouterStatistics, StatisticsRouter, load_statistics, save_statistics
 from molora_jax.routing.closed_form import calibrate, solve_logits, solve_ridge
 from molora_jax.routing.statistics import STATISTICS_FILE, finite_tokens, normalize
@@ -143,3 +145,14 @@ def test_statistics_that_do_not_belong_together_are_refused():
         RouterStatistics(L, D, num_features=D)
     with pytest.raises(ValueError, match="num_columns 1 is less than the 3 adapters"):
         StatisticsRouter.solve(gathered((inputs, labels, mask)), num_columns=1)
+
+
+def test_an_adapter_saved_anew_takes_no_old_statistics_along(tmp_path):
+    a, b = np.ones((2, D), np.float32), np.ones((D, 2), np.float32)
+    arrays = {module_name(0, "q_proj"): (a, b)}
+    adapter = Adapter.from_arrays("one", arrays, alpha=2, num_layers=1)
+    folder = save_adapter(adapter, tmp_path / "one")
+    save_statistics(projected(labelled())[0], folder, **OF)
+    assert load_adapter(folder)[0].digest == adapter.digest  # which reads past them
+    save_adapter(adapter, folder, overwrite=True)
+    assert not (folder / STATISTICS_FILE).exists()
