@@ -21,7 +21,7 @@ import tokenize
 from collections.abc import Iterable
 from typing import Literal
 
-from experiments import word_problems
+from experiments import reference_text, word_problems
 
 Source = Literal["auto", "embedded", "molora_data"]
 
@@ -68,15 +68,45 @@ def load_domains(*, source: Source = "auto", seed: int = 0) -> list[Domain]:
     Raises:
       ValueError: an unknown source, or MOLORA_DATA unset or lacking a file.
     """
+    root = _folder_of_sets(source)
+    if root is None:
+        return [_code(seed), _math(seed), _scripture(seed), _chess(seed)]
+    return [_mbpp(root, seed), _gsm8k(root, seed), _shakespeare(root, seed), _wikitext(root, seed)]
+
+
+def load_types(*, source: Source = "auto", seed: int = 0) -> list[Domain]:
+    """Five content types: code, math, creative, technical, encyclopedic, without a network.
+
+    Creative is Shakespeare or scripture, encyclopedic WikiText or chess, with the documents that
+    `load_domains` has under those names; technical is the reference documentation of installed
+    packages, whatever the source.
+
+    Args:
+      source, seed: as in `load_domains`.
+
+    Raises:
+      ValueError: as in `load_domains`.
+    """
+    code, math, creative, encyclopedic = load_domains(source=source, seed=seed)
+    return [
+        code,
+        math,
+        dataclasses.replace(creative, name="creative"),
+        _technical(seed),
+        dataclasses.replace(encyclopedic, name="encyclopedic"),
+    ]
+
+
+def _folder_of_sets(source: Source) -> pathlib.Path | None:
+    """The folder of the real sets, or None where the embedded ones are meant."""
     folder = os.environ.get("MOLORA_DATA")
     if source not in ("auto", "embedded", "molora_data"):
         raise ValueError(f"source {source!r}: expected 'auto', 'embedded' or 'molora_data'")
     if source == "embedded" or (source == "auto" and not folder):
-        return [_code(seed), _math(seed), _scripture(seed), _chess(seed)]
+        return None
     if not folder:
         raise ValueError("source 'molora_data': set MOLORA_DATA to the folder of data sets first")
-    root = pathlib.Path(folder)
-    return [_mbpp(root, seed), _gsm8k(root, seed), _shakespeare(root, seed), _wikitext(root, seed)]
+    return pathlib.Path(folder)
 
 
 # What every machine has.
@@ -168,6 +198,18 @@ def _chess(seed: int) -> Domain:
         heldout_docs=heldout,
         source="Open Chess Naming catalogue, Club d'Escacs Figueres, from the package ocn-chess",
         licence="CC BY 4.0",
+    )
+
+
+def _technical(seed: int) -> Domain:
+    """Reference documentation, a document a module, so that whole modules are held out."""
+    train, heldout = _split("technical", reference_text.documents(), seed)
+    return Domain(
+        name="technical",
+        train_docs=train,
+        heldout_docs=heldout,
+        source=reference_text.SOURCE,
+        licence=reference_text.LICENCE,
     )
 
 

@@ -237,6 +237,11 @@ class Decoder(nnx.Module):
                 f"{missing} is missing: adapters act only where a router sends a token, so pass "
                 "both (FixedRouter or SequenceRouter for a fixed choice), or neither for the base"
             )
+        if segments is not None and getattr(router, "recurrent", False):
+            raise ValueError(
+                f"segments are given with a recurrent {type(router).__name__}, whose state would "
+                "go from one text to the next: expected one text a row"
+            )
         tokens = jnp.asarray(tokens)
         self._check_length("the batch has", tokens.shape[1])
         mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)

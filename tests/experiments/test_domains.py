@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from experiments import domains, word_problems
+from experiments import domains, reference_text, word_problems
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +175,33 @@ def test_held_out_kinds_never_show_in_training():
     assert not any("water tank" in text or "theatre" in text for text in train)
     assert any("water tank" in text for text in heldout)
     assert len(set(train)) > 480
+
+
+def test_content_types_share_the_documents_of_the_domains(embedded, monkeypatch):
+    monkeypatch.setattr(domains, "load_domains", lambda **_: embedded)
+    types = domains.load_types(source="embedded")
+    names = ["code", "math", "creative", "technical", "encyclopedic"]
+    assert [each.name for each in types] == names
+    check(types)
+    code, math_type, creative, technical, encyclopedic = types
+    same = zip((code, math_type, creative, encyclopedic), embedded, strict=True)
+    assert all(one.digest == other.digest for one, other in same)
+    assert technical.digest == domains.load_types(source="embedded")[3].digest
+    assert technical.digest != domains.load_types(source="embedded", seed=1)[3].digest
+    text = "\n".join(technical.train_docs + technical.heldout_docs)
+    assert ">>>" not in text
+    # Prose about arrays and estimators, hardly a line of code.
+    assert text.count("array") > 1000
+    assert len(re.findall(r"(?m)^\s*(def|import|return) ", text)) < 100
+
+
+def test_reference_prose_leaves_examples_and_short_docstrings_out():
+    long = "Explains how the thing behaves in every case that anybody has asked about. " * 5
+    source = (
+        f'"""{long}\n\nFor instance::\n\n    x = thing(1)\n\nand so on.\n\nExamples\n--------\n'
+        f'>>> thing(1)\n2\n"""\ndef short():\n    """Says little."""\n'
+        f'class Thing:\n    def method(self):\n        """{long}"""\n'
+    )
+    first, second = reference_text.prose(source).rsplit("\n\n", 1)
+    assert first == f"{long.strip()}\n\nFor instance::\n\nand so on."
+    assert second == long.strip()

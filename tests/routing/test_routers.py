@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from molora_jax.models.decoder import at_layer
 from molora_jax.routing import (
     KEEP,
     ROUTERS,
     ControlTokenRouter,
     FixedRouter,
     LearnedRouter,
+    ModulatedRouter,
     PrototypeRouter,
     SequenceRouter,
     StatisticsRouter,
@@ -42,6 +44,14 @@ def learned(*, stacked=False, **changes) -> LearnedRouter:
     return router
 
 
+def modulated() -> ModulatedRouter:
+    router = ModulatedRouter(D, num_layers=L, state_size=3, rngs=nnx.Rngs(0))
+    # Zeros at the start would make every scale 1.
+    rng = np.random.default_rng(4)
+    router.w_out[...] = jnp.asarray(rng.standard_normal(router.w_out[...].shape), jnp.float32)
+    return router
+
+
 def all_routers() -> dict:
     rng = np.random.default_rng(2)
     return {
@@ -54,6 +64,7 @@ def all_routers() -> dict:
         "prototype": PrototypeRouter(
             rng.standard_normal((D, C)), top_k=1, similarity="absolute", after_layer=1
         ),
+        "modulated": modulated(),
         "sequence": SequenceRouter(np.array([2, 0])),
         "fixed": FixedRouter(
             rng.integers(-1, C, (B, S, 2)), rng.random((B, S, 2)).astype(np.float32)
@@ -69,6 +80,8 @@ def inputs(seed=3):
 
 @jax.jit
 def call(router, tokens, hidden, mask, column_to_slot=None):
+    if isinstance(router, ModulatedRouter):
+        router = at_layer(router, 0)  # as the decoder hands it over
     return router(tokens, hidden, mask, None, column_to_slot)
 
 
@@ -124,7 +137,7 @@ def test_rebuilding_refuses_what_does_not_fit():
 def test_only_learned_parameters_are_trained_and_data_does_not_recompile():
     for kind, router in all_routers().items():
         _, trained, _ = nnx.split(router, nnx.Param, ...)
-        assert bool(jax.tree.leaves(trained)) == (kind == "learned")
+        assert bool(jax.tree.leaves(trained)) == (kind in ("learned", "modulated"))
     traces = []
 
     @jax.jit
