@@ -41,6 +41,7 @@ def fit(
     identity: Mapping[str, str] | None = None,
     about: Mapping[str, Any] | None = None,
     summarise: Callable[[dict[str, np.ndarray]], dict[str, Any]] | None = None,
+    measure: Callable[[int, Any], dict[str, Any]] | None = None,
 ) -> tuple[Any, list[dict]]:
     """Minimises Σ w·loss / Σ w over `params` with AdamW and returns (params, one record a step).
 
@@ -54,6 +55,8 @@ def fit(
     identity   what else makes a run the same one (digests of base and adapters)
     about      what its checkpoints say of what they hold, any JSON object
     summarise  the loss function's summed third result → what the record of the step says of it
+    measure    (steps done, params) → what the record of the last of them says of held-out data;
+               asked after every step, so it answers {} where nothing is due
 
     Raises NonFiniteLossError as soon as a loss or gradient is not finite.
     """
@@ -72,7 +75,7 @@ def fit(
         first, state, history = run.resume(state)
     clock = time.perf_counter()
 
-    def report(step, measured, progress):
+    def report(step, measured, found, progress):
         nonlocal clock
         measured = jax.device_get(measured)
         now = time.perf_counter()
@@ -84,6 +87,7 @@ def fit(
             "tokens": int(measured["tokens"]),
             "tokens_per_s": round(float(measured["tokens"]) / (now - clock), 2),
             **(summarise(measured["sums"]) if summarise is not None else {}),
+            **found,
         }
         clock = now
         if run is not None:
@@ -108,7 +112,8 @@ def fit(
             # The record of the step before is read while this one computes.
             if waiting is not None:
                 report(*waiting, progress)
-            waiting = (step, measured)
+            found = {} if measure is None else measure(step + 1, state["params"])
+            waiting = (step, measured, found)
             if run is not None and run.is_due(step):
                 report(*waiting, progress)
                 waiting = None
