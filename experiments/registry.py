@@ -39,6 +39,10 @@ class Experiment:
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {
+    "analyse": Experiment(
+        module="experiments.analyse",
+        summary="what a composition's router does with a text, as a page to read",
+    ),
     "compose": Experiment(
         module="experiments.compose",
         tables="Fig 3, Tab 15, 17",
@@ -48,6 +52,11 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         module="experiments.decode_overhead",
         tables="Tab 16",
         summary="time of an engine's decode step with adapters over the base's step",
+    ),
+    "fig3": Experiment(
+        module="experiments.reasoning",
+        tables="Fig 3",
+        summary="a small base, four LoRAs and a router against a larger base: exact match",
     ),
     "fig5_fig9": Experiment(
         module="experiments.kernel_batch",
@@ -73,6 +82,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         module="experiments.overhead",
         tables="Tab 16",
         summary="time of the routed forward pass of a whole model over the base's",
+    ),
+    "paper_page": Experiment(
+        module="experiments.paper_page",
+        summary="one page of every table and figure of the paper, its numbers beside ours",
     ),
     "serving": Experiment(
         module="experiments.serving",
@@ -131,10 +144,30 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         tables="Tab 11",
         summary="how much a step's latency varies: op by op, one program, paging",
     ),
+    "table13": Experiment(
+        module="experiments.synthetic",
+        tables="Tab 13",
+        summary="three vocabularies in a row: single adapter, oracle, joint training",
+    ),
+    "table14": Experiment(
+        module="experiments.synthetic",
+        tables="Tab 14",
+        summary="three vocabularies in a row: are modalities found without labels",
+    ),
+    "table15": Experiment(
+        module="experiments.content_types",
+        tables="Tab 15",
+        summary="code, math, prose: who gets a token and a document, three adapters",
+    ),
     "table16": Experiment(
         module="experiments.kernel_overhead",
         tables="Tab 16",
         summary="time of k = 1, 2, 4 adapters a token over one LoRA on every token",
+    ),
+    "table17": Experiment(
+        module="experiments.content_types",
+        tables="Tab 17",
+        summary="four content types, also where they change inside a sequence",
     ),
     "train_adapter": Experiment(
         module="experiments.train_adapter",
