@@ -223,7 +223,7 @@ def markdown(
         f"after a change until the routing follows: {tokens_said(lag)} (median of "
         f"{numbers[f'{experiment}/mixed/lag/changes']:g} changes; {within}).",
         "## Held-out loss, nats a token",
-        f"On {config.loss_docs} documents a type and as many mixed rows, the same for every arm.",
+        f"On at most {config.loss_docs} documents a type and mixed rows, the same for every arm.",
         table(["arm", *groups], loss),
         f"Train loss at the end (mean of the last {LAST} steps, on training text): {trained}.",
         "![shares](shares.png) ![layers](layers.png) ![entropy](entropy.png) ![loss](loss.png)",
@@ -239,8 +239,8 @@ def markdown(
         sections.insert(
             -4,
             f"A router that was never told a label (random start, {config.free_steps} steps of "
-            f"language-model loss): ARI by token {say('no_label/tokens/ari')}, by document "
-            f"{say('no_label/documents/ari')}; the largest adapter of a layer takes "
+            f"language-model loss), on those few rows: ARI by token {say('no_label/tokens/ari')}, "
+            f"by document {say('no_label/documents/ari')}; the largest adapter of a layer takes "
             f"{say('no_label/largest_share')} of its tokens.",
         )
     return "\n\n".join(sections)

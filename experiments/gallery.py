@@ -90,11 +90,15 @@ def find_runs(folders: Iterable[pathlib.Path]) -> list[FoundRun]:
 
 
 def best_runs(runs: Sequence[FoundRun]) -> dict[str, FoundRun]:
-    """The run of each experiment at the largest scale; of several the newest. By name."""
+    """The run of each experiment at the largest scale; of several the newest. By name.
+
+    A run folder goes before a copy in a gallery, whose time is that of the checkout.
+    """
 
     def rank(run):
         scale = SCALES.index(run.scale) if run.scale in SCALES else -1
-        return scale, (run.path / "result.json").stat().st_mtime_ns
+        measured_here = (run.path / "metrics.jsonl").exists()
+        return scale, measured_here, (run.path / "result.json").stat().st_mtime_ns
 
     best = {}
     for run in sorted(runs, key=rank):

@@ -245,7 +245,7 @@ def of_seed(run, config: Config, bases, ranks, seed: int) -> Seed:
         for name, folder in filling.items():
             banks[size].load(folder, name=name)
 
-    # Questions that neither training nor another seed's evaluation draws.
+    # Drawn apart from training; where few differ, seeds share some.
     asked = Asked.of(tokenizer, TASKS, count=config.num_questions, seed=1000 + seed)
     own_task = np.repeat(np.arange(len(TASKS)), config.num_questions)
     ways = {

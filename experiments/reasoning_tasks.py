@@ -2,8 +2,9 @@
 
 Every question comes in wordings of three kinds, which share no template: those that pretraining
 shows, those that adapters are trained on, and held-out ones. Held out as well are a fifth of the
-sums (no text ever says them, tables included), of the sets of facts and of the lists. `[a|b]` in a
-template stands for one of a and b, and `{name}` for what was drawn.
+sums (no text ever says them, tables included); and, in questions, of the sets of facts in their
+order and of the lists, which general text may copy. `[a|b]` in a template stands for one of a and
+b, and `{name}` for what was drawn.
 """
 
 import dataclasses

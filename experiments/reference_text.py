@@ -1,7 +1,7 @@
 """Technical prose that every machine has: the reference documentation in installed packages.
 
 A document is one module: its longer docstrings, in order, less their examples. So whole modules
-are held out, and no docstring stands in both splits.
+are held out, though packages repeat a paragraph here and there.
 """
 
 import ast

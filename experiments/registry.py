@@ -39,6 +39,10 @@ class Experiment:
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {
+    "add_adapter": Experiment(
+        module="experiments.add_adapter",
+        summary="a fourth and a fifth adapter arrive: what each router makes of them, untrained",
+    ),
     "analyse": Experiment(
         module="experiments.analyse",
         summary="what a composition's router does with a text, as a page to read",

@@ -22,7 +22,9 @@ from molora_jax.training.evaluate import base_arm, evaluate, single_arm
 if TYPE_CHECKING:
     from molora_jax.models import BaseModel
 
-BASE_ONLY = "base"  # what a forced pass without any adapter is called
+BASE_ONLY = (
+    "(base alone)"  # no adapter can be called so; what a forced pass without any adapter is called
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ def solve_ridge(
     The scores are estimates of a probability, not logits: see `calibrate`, and `solve_logits`
     where no data is at hand.
     """
-    order = _order(statistics)
+    order = _order(statistics, ridge)
     small, bias = _solve([statistics[column] for column in order], ridge=ridge, balance=balance)
     return _columns(statistics[0], small, order), _columns(None, bias, order)
 
@@ -47,7 +47,7 @@ def solve_logits(
     Of adapter c's tokens the statistics tell mean and covariance of the features, and so those of
     the C scores. The temperature is set on draws from the normal law with these moments.
     """
-    order = _order(statistics)
+    order = _order(statistics, ridge)
     ordered = [statistics[column] for column in order]
     small, bias = _solve(ordered, ridge=ridge, balance=True)
     C = len(ordered)
@@ -69,8 +69,12 @@ def solve_logits(
     return weights, _columns(None, bias * temperature[:, None], order)
 
 
-def _order(statistics: Sequence[RouterStatistics]) -> list[int]:
+def _order(statistics: Sequence[RouterStatistics], ridge: float) -> list[int]:
     """The columns by content; ValueError where they do not make one regression."""
+    if not 0 < ridge < np.inf:
+        raise ValueError(
+            f"ridge is {ridge!r}: expected a positive number, in units of a feature's mean square"
+        )
     if not statistics:
         raise ValueError("no statistics: a router needs those of one adapter or more")
     for column, each in enumerate(statistics):
@@ -126,6 +130,11 @@ def calibrate(
     features, labels  from `select_tokens`; best of data that the statistics have not seen
     """
     x, labels = normalize(features), np.asarray(labels)
+    if not labels.size:
+        raise ValueError(
+            "no labelled token to set the temperature on: give rows that the regression has not "
+            "seen, with labels and finite in every layer"
+        )
     scores = np.matmul(x, weights) + bias[:, None, :]
     temperature = _temperature(scores, labels)
     return weights * temperature[:, None, None], bias * temperature[:, None], temperature

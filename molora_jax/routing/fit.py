@@ -92,3 +92,54 @@ def _fit(
     graph, params = nnx.split(router)
     (params, _), losses = jax.lax.scan(step, (params, optimiser.init(params)), jnp.arange(steps))
     return nnx.merge(graph, params), losses
+
+
+def calibrate_column(
+    router: LearnedRouter,
+    features: Float[Array, "*L M D"],
+    labels: Int[Array, " M"],
+    *,
+    steps: int = 200,
+    learning_rate: float = 5e-2,
+) -> LearnedRouter:
+    """Sets scale and offset of the last column, and nothing else, on a few hundred tokens.
+
+    For a column that `LearnedRouter.grown` added: its logit z becomes s·z + t with the s > 0 and t
+    of each layer that have the least cross-entropy against the labels (by Adam; it is convex). The
+    logits of the other columns stay.
+
+    features, labels  as in `fit_on_features`; tokens of the new adapter and of the others
+    """
+    stacked = router.num_layers is not None
+    modules = router if stacked else jax.tree.map(lambda leaf: leaf[None], router)
+    rows = features if stacked else features[None]
+    logits = jax.vmap(lambda one, x: one.logits(x))(modules, rows)
+    scale, offset = _scale_and_offset(logits, labels, steps=steps, learning_rate=learning_rate)
+    if not stacked:
+        scale, offset = scale[0], offset[0]
+    other = router.with_top_k(router.top_k)
+    w_out, b_out = router.w_out[...], router.b_out[...]
+    other.w_out = nnx.Param(w_out.at[..., -1].multiply(scale[..., None]))
+    other.b_out = nnx.Param(b_out.at[..., -1].set(b_out[..., -1] * scale + offset))
+    return other
+
+
+@functools.partial(jax.jit, static_argnames=("steps", "learning_rate"))
+def _scale_and_offset(
+    logits: Float[Array, "L M C"], labels: Int[Array, " M"], *, steps: int, learning_rate: float
+) -> tuple[Float[Array, " L"], Float[Array, " L"]]:
+    def loss(params):
+        moved = jnp.exp(params[0])[:, None] * logits[..., -1] + params[1][:, None]
+        log_p = jax.nn.log_softmax(logits.at[..., -1].set(moved), axis=-1)
+        chosen = jnp.arange(logits.shape[-1]) == labels[None, :, None]
+        return -jnp.where(chosen, log_p, 0.0).sum(axis=-1).mean(axis=-1).sum()
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = optimiser.update(jax.grad(loss)(params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    optimiser = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
+    params = (jnp.zeros(len(logits)), jnp.zeros(len(logits)))
+    (params, _), _ = jax.lax.scan(step, (params, optimiser.init(params)), None, length=steps)
+    return jnp.exp(params[0]), params[1]

@@ -107,7 +107,7 @@ class StatisticsRouter(LinearRouter):
 
 
 class PrototypeRouter(LinearRouter):
-    """logits = scale · x̂·key_c: how much a token looks like what an adapter was made for.
+    """logits = x̂·key_c + bias_c: how much a token looks like what an adapter was made for.
 
     similarity "absolute" takes |x̂·key_c|, for keys whose sign means nothing (Arrow's).
 
@@ -137,9 +137,10 @@ class PrototypeRouter(LinearRouter):
         self.similarity = similarity
 
     def scores(self, x: Float[Array, "N D"]) -> Float[Array, "N C"]:
-        """x·keys of one layer, or its size."""
-        found = super().scores(x)
-        return jnp.abs(found) if self.similarity == "absolute" else found
+        """x·keys of one layer, or its size, and the bias."""
+        found = matmul(x, self.weights[...])
+        found = jnp.abs(found) if self.similarity == "absolute" else found
+        return found + self.bias[...][None, :]
 
     def to_config(self) -> dict[str, Any]:
         """The settings beside the keys, as plain JSON."""

@@ -79,12 +79,15 @@ class ModulatedRouter(nnx.Module):
                 "ModulatedRouter decides in every layer: pass one layer's slice and its input, as "
                 "Decoder does"
             )
-        if token_ids.shape[1] == 1:
+        if self.recurrent and token_ids.shape[1] == 1:
             raise ValueError(
                 "ModulatedRouter got one token a row: its state is not kept between calls, so "
                 "decoding with a cache would begin it anew at every token. Read the whole text at "
                 "once (Decoder(tokens, mask, ...))"
             )
+        # A token that is not finite has no adapter and leaves the state as it was.
+        x = hidden.astype(jnp.float32)
+        mask = mask & jnp.isfinite(jnp.mean(x * x, axis=-1))
         scale = self.scales(hidden, mask)
         ids = place(jnp.where(mask, 0, -1).astype(jnp.int32), column_to_slot).reshape(-1, 1)
         return Routing(ids, jnp.where(ids >= 0, scale.reshape(-1, 1), 0.0)), None, None
@@ -105,7 +108,8 @@ class ModulatedRouter(nnx.Module):
         h = added
         if self.recurrent:
             h = recurrence(jnp.where(real, keep.reshape(shape), 1.0), added)
-        return 2.0 * jax.nn.sigmoid(jnp.einsum("bsn,n->bs", h, self.w_out[...]))
+        h = matmul(h.reshape(-1, self.state_size), self.w_out[...][:, None])
+        return 2.0 * jax.nn.sigmoid(h.reshape(mask.shape))
 
     def to_config(self) -> dict[str, Any]:
         """The constructor's settings as plain JSON."""
@@ -117,15 +121,19 @@ class ModulatedRouter(nnx.Module):
         cls, config: dict[str, Any], arrays: dict[str, np.ndarray]
     ) -> "ModulatedRouter":
         """The router that `to_config` and its parameters describe."""
-        router = cls(**config, rngs=nnx.Rngs(0))
-        for name in ("w_keep", "b_keep", "w_write", "b_write", "w_out"):
-            own = getattr(router, name)
-            if arrays[name].shape != own[...].shape:
+        names = ("w_keep", "b_keep", "w_write", "b_write", "w_out")
+        # Shapes first: damaged settings could ask for more memory than there is.
+        abstract = nnx.eval_shape(lambda: cls(**config, rngs=nnx.Rngs(0)))
+        for name in names:
+            expected = getattr(abstract, name).shape
+            if arrays[name].shape != expected:
                 raise ValueError(
                     f"router parameter {name} has shape {arrays[name].shape}, but its settings "
-                    f"{config} ask for {own[...].shape}: the two belong to different routers"
+                    f"{config} ask for {expected}: the two belong to different routers"
                 )
-            own[...] = jnp.asarray(arrays[name], jnp.float32)
+        router = cls(**config, rngs=nnx.Rngs(0))
+        for name in names:
+            getattr(router, name)[...] = jnp.asarray(arrays[name], jnp.float32)
         return router
 
 

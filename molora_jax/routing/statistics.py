@@ -9,6 +9,9 @@ The last row of G is Σφ and its corner the number of tokens. That is all that 
 those tokens needs: whoever loads several adapters adds up what came with them and solves for the
 router that all the data together would give (`closed_form.solve_ridge`), without seeing any of it.
 
+Sums keep no order of tokens. But layer 0 reads bare embeddings, so that of fewer distinct tokens
+than features one could tell which they were: gather over much text, or over text that may be known.
+
 Letters beyond the table of design.md: m features, E = m + 1.
 """
 
@@ -62,13 +65,18 @@ class RouterStatistics:
         self, layer_inputs: Float[ArrayLike, "L B S D"], counted: Bool[ArrayLike, "B S"]
     ) -> None:
         """Adds the counted tokens that are finite in every layer."""
-        features = finite_tokens(layer_inputs, counted)
-        L = len(self.moments)
-        if features.shape[0] != L or features.shape[2] != self.d_model:
+        shape, L = np.shape(layer_inputs), len(self.moments)
+        if len(shape) != 4 or (shape[0], shape[3]) != (L, self.d_model):
             raise ValueError(
-                f"layer_inputs has shape {np.shape(layer_inputs)}, but these statistics are of "
-                f"{L} layers and width {self.d_model}: expected (L, B, S, D)"
+                f"layer_inputs has shape {shape}, but these statistics are of {L} layers and width "
+                f"{self.d_model}: expected (L, B, S, D)"
             )
+        if np.shape(counted) != shape[1:3]:
+            raise ValueError(
+                f"counted has shape {np.shape(counted)}, expected (B, S) = {shape[1:3]} from "
+                "layer_inputs"
+            )
+        features = finite_tokens(layer_inputs, counted)
         for layer, x in enumerate(features):
             if self.num_features is not None:
                 x = x @ self.projection
@@ -166,18 +174,22 @@ def load_statistics(
         mean, deviation, correlation = (
             stored.get(name).astype(np.float64) for name in ("mean", "deviation", "correlation")
         )
-        found = RouterStatistics(len(mean), D, num_features=m or None)
     except (KeyError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): copy it again") from None
-    size = found.moments.shape[1] - 1
+    size = m or D
     shapes = (len(mean), size), (len(mean), size), (len(mean), size * (size - 1) // 2)
     if count < 1 or (mean.shape, deviation.shape, correlation.shape) != shapes:
         raise ValueError(
             f"{path} is damaged: arrays of shapes {mean.shape}, {deviation.shape} and "
             f"{correlation.shape} over {count} tokens; expected {shapes}. Copy it again"
         )
-    if not all(np.isfinite(each).all() for each in (mean, deviation, correlation)):
-        raise ValueError(f"{path} has NaN or infinite numbers: gather the statistics anew")
+    sound = np.isfinite(mean).all() and (deviation >= 0).all() and np.isfinite(deviation).all()
+    if not (sound and (np.abs(correlation) <= 1.001).all()):
+        raise ValueError(
+            f"{path} has numbers that no data give (NaN, a correlation over 1 or a negative "
+            "deviation): gather the statistics anew"
+        )
+    found = RouterStatistics(len(mean), D, num_features=m or None)
     below = np.tril_indices(size, k=-1)
     matrix = np.zeros((len(mean), size, size))
     matrix[:, below[0], below[1]] = correlation
@@ -212,9 +224,11 @@ def finite_tokens(
 
 
 def normalize(features: Float[ArrayLike, "*n D"]) -> Float[np.ndarray, "*n D"]:
-    """`rms_normalize` on the host."""
+    """`rms_normalize` on the host: NaN where x² overflows."""
     x = np.asarray(features, np.float32)
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+    with np.errstate(over="ignore", invalid="ignore"):
+        square = np.mean(x * x, axis=-1, keepdims=True)
+        return x / np.where(np.isfinite(square), np.sqrt(square + 1e-6), np.nan)
 
 
 def _of(like: RouterStatistics, moments: np.ndarray) -> RouterStatistics:

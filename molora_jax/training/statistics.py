@@ -45,6 +45,7 @@ def gather_statistics(
     rows = np.sort(rng.permutation(windows.num_rows)[:max_rows])
     if prefixes is None:
         prefixes = self_written(base, length=longest)
+    check_token_ids(prefixes, base.config.vocab_size, name="prefixes")
     if prefixes.shape[1] < longest:
         raise ValueError(
             f"prefixes has rows of {prefixes.shape[1]} tokens; windows of {S} need {longest}"
@@ -65,24 +66,31 @@ def gather_statistics(
         read = make_batch(tokens[here], mask[here], mask[here]).filled(_ROWS)
         inputs = np.asarray(_layer_inputs(base.decoder, read.tokens, read.mask))
         found.add(inputs[:, : len(tokens[here])], counted[here])
+    if not found.count:
+        raise ValueError(
+            f"none of {int(counted.sum())} own tokens has finite layer inputs: the base overflows "
+            "on these windows"
+        )
     return found
 
 
 def self_written(base: BaseModel, *, length: int, rows: int = 32) -> Int[np.ndarray, "P S"]:
     """What the base writes at temperature 1 behind a line break, always the same.
 
-    P = rows. The base is let to write twice `length` tokens, and each row begins somewhere in the
-    first half: foreign text is a cut from the middle of a text, as often as its beginning.
+    P = rows. The base is let to write twice `length` tokens, or as many as it has positions for,
+    and each row begins somewhere in what is over: foreign text is mostly a cut from the middle.
     """
     key = (base.digest, length, rows)
     if key not in _WRITTEN:
+        first = base.tokenizer.encode("\n")
+        count = min(2 * length, base.config.max_positions - len(first))
         written = generate(
             base.decoder,
-            [base.tokenizer.encode("\n")] * rows,
-            max_new_tokens=2 * length,
+            [first] * rows,
+            max_new_tokens=count,
             sampling=Sampling(temperature=1.0),
         )
-        starts = np.random.default_rng(0).integers(0, length + 1, rows)
+        starts = np.random.default_rng(0).integers(0, count - length + 1, rows)
         _WRITTEN[key] = np.stack(
             [row.tokens[at : at + length] for row, at in zip(written, starts, strict=True)]
         )

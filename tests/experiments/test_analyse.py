@@ -9,6 +9,7 @@ import pytest
 
 import run as command_line
 from experiments import analyse, results
+from molora_jax.analysis import BASE_ONLY
 from molora_jax.models import load_base
 from molora_jax.routing import VocabularyRouter
 from tests.composed import composition, learned
@@ -66,7 +67,7 @@ def test_the_tables_agree_with_each_other(compared):
     assert first["loss"][0] is None and len(losses) == len(text["pieces"]) - 1
     assert result["metrics"]["r0/loss"] == pytest.approx(np.mean(losses), abs=1e-3)
     forced = np.array(text["forced_loss"], float)[:, 1:].mean(axis=1)
-    names = [*record["adapters"], "base"]
+    names = [*record["adapters"], BASE_ONLY]
     assert [result["metrics"][f"forced/{n}"] for n in names] == pytest.approx(forced, abs=1e-3)
     assert 0 <= result["metrics"]["differing"] <= 1
 

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from molora_jax.routing import LearnedRouter, select
-from molora_jax.routing.closed_form import calibrate, select_tokens, solve_ridge
-from molora_jax.routing.fit import fit_on_features
+from molora_jax.routing.closed_form import calibrate, select_tokens, solve_logits, solve_ridge
+from molora_jax.routing.fit import calibrate_column, fit_on_features
 from molora_jax.routing.statistics import RouterStatistics, normalize
 from tests.helpers import assert_close
 
@@ -216,3 +216,27 @@ def test_fit_on_features_of_a_shared_router_and_its_refusals(unchecked):
         fit_on_features(router, features, labels)
     with pytest.raises(ValueError, match=r"labels go from -1 to 2.*columns 0 to 2"):
         fit_on_features(router, features[0], labels.at[0].set(-1))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_grown_column_is_set_by_a_few_tokens_and_the_others_stay(shared):
+    """Columns 0 and 1 are known; the third comes far too flat and far too low."""
+    statistics = gathered(labelled(1, batch=20))
+    weights, bias = (each.astype(np.float32) for each in solve_logits(statistics))
+    features, labels = select_tokens(*labelled(2, batch=4))
+    where = {}
+    if shared:
+        weights, bias, features, where = weights[-1], bias[-1], features[-1], {"after_layer": 1}
+    known = LearnedRouter.from_linear(
+        weights[..., :2], bias[..., :2], top_k=1, width=4, rngs=nnx.Rngs(0), **where
+    )
+    grown = known.grown(0.05 * weights[..., 2], 0.05 * bias[..., 2] - 2.0)
+    router = calibrate_column(grown, jnp.asarray(features), jnp.asarray(labels))
+    rows = jnp.asarray(features if shared else features[-1])
+    last = [each if shared else each.layer(L - 1) for each in (grown, router)]
+    old, new = (np.asarray(each.logits(rows)) for each in last)
+    np.testing.assert_array_equal(old[:, :2], new[:, :2])
+    third = labels == 2
+    assert (old.argmax(axis=1) == labels)[third].mean() < 0.3
+    assert (new.argmax(axis=1) == labels)[third].mean() > 0.9
+    assert (new.argmax(axis=1) == labels)[~third].mean() > 0.9

@@ -156,3 +156,29 @@ def test_an_adapter_saved_anew_takes_no_old_statistics_along(tmp_path):
     assert load_adapter(folder)[0].digest == adapter.digest  # which reads past them
     save_adapter(adapter, folder, overwrite=True)
     assert not (folder / STATISTICS_FILE).exists()
+
+
+def test_numbers_that_make_no_regression_are_refused(unchecked):
+    statistics = gathered(labelled())
+    for ridge in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"ridge is .*: expected a positive number"):
+            StatisticsRouter.solve(statistics, ridge=ridge)
+    inputs, _, mask = labelled()
+    with pytest.raises(ValueError, match=r"counted has shape \(30, 4\), expected \(B, S\)"):
+        statistics[0].add(inputs, mask.T)
+    weights, bias = solve_ridge(statistics)
+    with pytest.raises(ValueError, match="no labelled token to set the temperature"):
+        calibrate(weights, bias, np.zeros((L, 0, D), np.float32), np.zeros(0, np.int32))
+
+
+def test_a_token_whose_square_overflows_is_left_out_as_the_routers_leave_it_out():
+    inputs, _, mask = labelled()
+    huge = inputs.copy()
+    at = tuple(np.argwhere(mask)[0])
+    huge[1, *at] = 1e25
+    smaller = mask.copy()
+    smaller[at] = False
+    one, other = RouterStatistics(L, D), RouterStatistics(L, D)
+    one.add(huge, mask)
+    other.add(inputs, smaller)
+    np.testing.assert_array_equal(one.moments, other.moments)

@@ -72,3 +72,14 @@ def test_bad_windows_and_prefixes_are_refused(base):
     bad.tokens[0, 0] = base.config.vocab_size
     with pytest.raises(ValueError, match=r"windows: tokens\[0, 0\] is token id"):
         gather_statistics(base, bad, num_features=8)
+
+
+def test_windows_as_long_as_the_context_have_foreign_text_too(base):
+    small = dataclasses.replace(base, config=dataclasses.replace(base.config, max_positions=24))
+    text = self_written(dataclasses.replace(small, digest="short"), length=18, rows=2)
+    assert text.shape == (2, 18)
+
+
+def test_foreign_text_with_ids_that_the_base_lacks_is_refused(base):
+    with pytest.raises(ValueError, match=r"prefixes\[0, 0\] is token id 999"):
+        gather_statistics(base, windows(), prefixes=np.full((1, S), 999), num_features=8)
