@@ -156,7 +156,7 @@ def markdown(result: Result) -> str:
         f"{config.num_questions} questions a task and seed, greedy decoding; right is the whole "
         "answer and its end, to the token. Held out from pretraining and adapters alike: the "
         "wordings and a fifth of the sums. A fifth of lists and facts is left out of questions; "
-        "general text may copy the lists, and other questions have the same facts in another order.",
+        "general text may copy the lists, and other questions the same facts in other order.",
         table(["arm", *TASKS, "mean"], rows("exact_match", 3)).strip(),
         "## Loss of the right answer, nats an answer",
         table(["arm", *TASKS, "mean"], rows("answer_nats", 2)).strip(),
