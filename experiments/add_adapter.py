@@ -7,6 +7,8 @@ import dataclasses
 from typing import Literal
 
 from experiments import compose
+from experiments.content_types import SeedRun
+from experiments.content_types import digests as digests  # of the same texts and seeds
 from experiments.registry import check_config
 
 KNOWN = 3  # domains that the first router knows; the rest of load_types arrive later
@@ -66,20 +68,8 @@ class Config:
         return compose.Config(**own | {"seed": seed})
 
 
-def digests(config: Config) -> dict[str, str]:
-    from experiments.domains import load_types
-    from molora_jax.models import base_digest
-
-    found = {"base": base_digest(config.base)}
-    for seed in range(config.seed, config.seed + config.num_seeds):
-        types = load_types(source=config.data, seed=seed)
-        found |= {f"{each.name}/{seed}": each.digest for each in types}
-    return found
-
-
 def main(config: Config, run) -> None:
     from experiments import add_adapter_report
-    from experiments.content_types import SeedRun
     from experiments.domains import load_types
     from molora_jax.models import load_base
 
@@ -125,7 +115,6 @@ def measured(run, base, types, config: Config, seed: int) -> Measured:
     import numpy as np
 
     from experiments import add_adapter_routers as routers
-    from experiments.content_types import SeedRun
     from molora_jax import count_compilations
     from molora_jax.adapters import AdapterBank
     from molora_jax.training import base_arm, oracle_arm, uniform_arm

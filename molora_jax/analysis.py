@@ -22,9 +22,7 @@ from molora_jax.training.evaluate import base_arm, evaluate, single_arm
 if TYPE_CHECKING:
     from molora_jax.models import BaseModel
 
-BASE_ONLY = (
-    "(base alone)"  # no adapter can be called so; what a forced pass without any adapter is called
-)
+BASE_ONLY = "(base alone)"  # of a pass without any adapter; no adapter can be called so
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ class StatisticsRouter(LinearRouter):
     """The ridge regression from layer inputs to adapters, solved from what travels with adapters.
 
     See `statistics` and `closed_form`. Built by `solve`; adding or removing an adapter is solving
-    again, which takes milliseconds, needs no data and changes no shape.
+    again, which needs no data and changes no shape.
     """
 
     @classmethod
