@@ -152,7 +152,7 @@ def grown(
         for column in range(count):
             own = train[column].rows(rng.permutation(train[column].num_rows)[:4])
             inputs = base.decoder(own.tokens, own.mask, return_layer_inputs=True).layer_inputs
-            tokens = finite_tokens(np.asarray(inputs), own.mask)
+            tokens, _ = finite_tokens(np.asarray(inputs), own.mask)
             chosen = rng.permutation(tokens.shape[1])[: config.calibration]
             features.append(tokens[:, chosen])
             labels += [column] * len(chosen)

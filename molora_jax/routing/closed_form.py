@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int
 
-from molora_jax.routing.statistics import RouterStatistics, normalize
+from molora_jax.routing.statistics import RouterStatistics, finite_tokens, normalize
 
 _TEMPERATURES = (1e-2, 1e2)
 _DRAWS = 1000
@@ -166,10 +166,6 @@ def select_tokens(
     mask: Bool[ArrayLike, "B S"],
 ) -> tuple[Float[np.ndarray, "L M D"], Int[np.ndarray, " M"]]:
     """Normalised features and labels of the real tokens with a label, finite in every layer."""
-    inputs = np.asarray(layer_inputs)
-    flat = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
-    labels = np.ravel(labels)
-    kept = np.ravel(mask).astype(bool) & (labels >= 0)
-    features, labels = normalize(flat[:, kept]), labels[kept]
-    finite = np.isfinite(features).all(axis=(0, 2))
-    return (features, labels) if finite.all() else (features[:, finite], labels[finite])
+    counted = np.asarray(mask, bool) & (np.asarray(labels) >= 0)
+    features, finite = finite_tokens(layer_inputs, counted)
+    return features, np.asarray(labels)[counted][finite]

@@ -76,7 +76,7 @@ class RouterStatistics:
                 f"counted has shape {np.shape(counted)}, expected (B, S) = {shape[1:3]} from "
                 "layer_inputs"
             )
-        features = finite_tokens(layer_inputs, counted)
+        features, _ = finite_tokens(layer_inputs, counted)
         for layer, x in enumerate(features):
             if self.num_features is not None:
                 x = x @ self.projection
@@ -214,13 +214,16 @@ def feature_projection(d_model: int, num_features: int | None) -> Float[np.ndarr
 
 def finite_tokens(
     layer_inputs: Float[ArrayLike, "L B S D"], counted: Bool[ArrayLike, "B S"]
-) -> Float[np.ndarray, "L M D"]:
-    """Normalised inputs of the counted tokens, without those not finite in some layer."""
+) -> tuple[Float[np.ndarray, "L M D"], Bool[np.ndarray, " n"]]:
+    """Normalised inputs of the counted tokens that are finite in every layer, and which those are.
+
+    Of the n counted ones, M are.
+    """
     inputs = np.asarray(layer_inputs)
     flat = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
     features = normalize(flat[:, np.ravel(counted).astype(bool)])
     finite = np.isfinite(features).all(axis=(0, 2))
-    return features if finite.all() else features[:, finite]
+    return (features if finite.all() else features[:, finite]), finite
 
 
 def normalize(features: Float[ArrayLike, "*n D"]) -> Float[np.ndarray, "*n D"]:

@@ -69,7 +69,7 @@ def test_solved_without_data_it_finds_the_labels_and_is_as_sharp_as_with_data():
     plain, plain_bias = solve_ridge(statistics)
     inputs, labels, mask = labelled(2, batch=20)
     kept = mask & (labels >= 0)
-    features, targets = finite_tokens(inputs, kept), labels[kept]
+    (features, _), targets = finite_tokens(inputs, kept), labels[kept]
     logits = features.astype(np.float64) @ weights + bias[:, None]
     assert (logits[-1].argmax(axis=1) == targets).mean() > 0.9
     _, _, temperature = calibrate(plain, plain_bias, features, targets)
