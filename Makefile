@@ -35,8 +35,8 @@ install = $(python) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
   else PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
     $(python) -m pip install --disable-pip-version-check --quiet $(1); fi
 
-# Tests mostly wait for the compiler, which uses one core.
-PARALLEL := -n 2 --dist loadfile
+# Tests mostly wait for the compiler, which uses one core. A worker that crashes ends the run.
+PARALLEL := -n 2 --dist loadfile --max-worker-restart=0
 
 # markers of tests that need more than the extra "dev" installs
 NEEDS_MORE := parity or gpu or deviceless

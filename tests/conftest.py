@@ -89,6 +89,16 @@ def pytest_terminal_summary(terminalreporter):
         )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _let_programs_go():
+    """Frees what a module's tests compiled: each program holds memory maps of its process, of which
+    Linux allows 65,530, and XLA crashes where it gets no more. All modules together need more."""
+    yield
+    import jax
+
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def molora_data() -> pathlib.Path:
     """The folder of real data sets that MOLORA_DATA names."""
