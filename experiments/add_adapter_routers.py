@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.compose import digest_of_windows
+from experiments.shipped import statistics_of
 from molora_jax.adapters import Adapter, AdapterBank, load_adapter
 from molora_jax.models import BaseModel
 from molora_jax.routing import (
@@ -15,15 +16,13 @@ from molora_jax.routing import (
     PrototypeRouter,
     RouterStatistics,
     StatisticsRouter,
-    load_statistics,
-    save_statistics,
 )
 from molora_jax.routing.closed_form import solve_logits
 from molora_jax.routing.fit import calibrate_column
 from molora_jax.routing.linear import standardised
 from molora_jax.routing.prototypes import arrow_keys
-from molora_jax.routing.statistics import STATISTICS_FILE, finite_tokens
-from molora_jax.training import TrainConfig, evaluate, gather_statistics
+from molora_jax.routing.statistics import finite_tokens
+from molora_jax.training import TrainConfig, evaluate
 from molora_jax.training.data import Batch
 from molora_jax.training.gates import train_gate
 
@@ -85,37 +84,14 @@ def shipped(run, base: BaseModel, folders, train, names, config, seed: int) -> S
     gates, sizes = [], []
     for adapter, own in zip(adapters, train, strict=True):
         for kind, m in kinds.items():
-            found, size = _statistics(run, base, adapter, own, m, config, seed)
-            statistics[kind].append(found)
-            sizes.append(size)
+            packed = statistics_of(
+                run, base, adapter, own, features=m, rows=config.statistics_rows, seed=seed
+            )
+            statistics[kind].append(packed.unpack())
+            sizes.append(packed.num_bytes)
         gates.append(_gate(run, base, adapter, own, config, seed))
     norm = np.asarray(base.decoder.layers.input_norm[...])
     return Shipped(statistics, arrow_keys(adapters, norm), np.stack(gates, axis=-1), sizes[0])
-
-
-def _statistics(
-    run, base: BaseModel, adapter: Adapter, own: Batch, m: int | None, config, seed: int
-) -> tuple[RouterStatistics, int]:
-    """(statistics as read back from their file, its bytes)."""
-    digests = {"base_digest": base.digest, "adapter_digest": adapter.digest}
-
-    def make(folder: pathlib.Path) -> None:
-        found = gather_statistics(
-            base, own, num_features=m, max_rows=config.statistics_rows, seed=seed
-        )
-        save_statistics(found, folder, **digests)
-
-    return run.artifact(
-        "statistics",
-        config={"features": m, "rows": config.statistics_rows, "seed": seed},
-        digests={**digests, "data": digest_of_windows(own)},
-        make=make,
-        load=lambda folder: (
-            load_statistics(folder, **digests),
-            (folder / STATISTICS_FILE).stat().st_size,
-        ),
-        phase=f"statistics/{adapter.name}/{m}",
-    )
 
 
 def _gate(run, base: BaseModel, adapter: Adapter, own: Batch, config, seed: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any
 
 from experiments.registry import check_config, place
 from experiments.run_folder import check_out, deliver
+from experiments.shipped import statistics_of
 from molora_jax.adapters import Adapter, AdapterBank, AdapterCard, load_adapter, save_adapter
 from molora_jax.adapters.peft_folder import ADAPTER_FILES
 from molora_jax.models import base_digest, load_base
@@ -40,6 +41,9 @@ class Config(TrainConfig):
     name            the adapter's label, and the name of its folder in the run's own
     init_from       an adapter to go on from, a PEFT folder or a training checkpoint: rank, alpha,
                     use_rslora and projections are then its own: left out, or given the same
+    statistics      features a layer (m, as 256) of the router statistics that are left beside the
+                    adapter, so that it can be composed with others; 0 leaves none. They hold no
+                    text, but of little data one could tell which tokens occur
     out             another folder to copy the adapter to
     """
 
@@ -50,6 +54,7 @@ class Config(TrainConfig):
     seq_len: int = 128
     name: str = "adapter"
     init_from: str = place()
+    statistics: int = 0
     checkpoint_every: int = 20
     out: str = place()
     rank: int | None = None
@@ -69,6 +74,11 @@ class Config(TrainConfig):
             raise ValueError(
                 f"Config.name = {self.name!r}: expected the name of a folder, of letters, digits, "
                 "_, - and ., and not 'previous', which is taken"
+            )
+        if self.statistics < 0:
+            raise ValueError(
+                f"Config.statistics = {self.statistics}: expected a number of features, or 0 for "
+                "no statistics"
             )
         for field in ("data", "heldout"):
             path = getattr(self, field)
@@ -167,6 +177,11 @@ def main(config: Config, run) -> None:
         load=lambda folder: load_adapter(folder / "adapter", name=config.name)[0],
         phase="adapter",
     )
+    if config.statistics:
+        packed = statistics_of(
+            run, base, adapter, data, features=config.statistics, seed=config.seed
+        )
+        adapter = dataclasses.replace(adapter, statistics=packed)
     losses = _losses(run.path / "metrics.jsonl")
     metrics = {"first_loss": losses[0], "last_loss": losses[-1]}
     if config.heldout:

@@ -32,6 +32,7 @@ _HOMES = {
     "StatisticsRouter": "routing",
     "VocabularyRouter": "routing",
     "analyse": "analysis",
+    "compose": "adapters",
     "count_compilations": "compilations",
     "gather_statistics": "training",
     "generate": "generation",

@@ -2,6 +2,7 @@
 
 from molora_jax.adapters.adapter import Adapter, LoraPair
 from molora_jax.adapters.bank import AdapterBank, Occupant
+from molora_jax.adapters.compose import compose
 from molora_jax.adapters.composition import Composition
 from molora_jax.adapters.hot_set import HotSet, Lease, Version
 from molora_jax.adapters.names import PROJECTIONS
@@ -27,6 +28,7 @@ __all__ = [
     "PeftFolder",
     "TrainableAdapter",
     "Version",
+    "compose",
     "init_adapter",
     "load_adapter",
     "read_peft_folder",

@@ -21,6 +21,7 @@ from molora_jax.adapters.names import (
     shortened,
     split_module,
 )
+from molora_jax.routing.statistics_file import PackedStatistics
 
 FLOAT_TYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -77,14 +78,16 @@ class LoraPair:
 class Adapter:
     """A LoRA adapter. The name is a label; `digest` (sha256 of modules and scales) is the identity.
 
-    modules  {"layers.3.self_attn.q_proj": LoraPair}, in the order of layers and PROJECTIONS
-    config   the adapter_config.json it has in a PEFT folder
+    modules     {"layers.3.self_attn.q_proj": LoraPair}, in the order of layers and PROJECTIONS
+    config      the adapter_config.json it has in a PEFT folder
+    statistics  what a router must know of its data, where it came with them; must be of its digest
     """
 
     name: str
     modules: Mapping[str, LoraPair]
     config: Mapping[str, Any]
     digest: str = field(init=False)
+    statistics: PackedStatistics | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
         check_label(self.name)
@@ -105,6 +108,11 @@ class Adapter:
         object.__setattr__(self, "modules", MappingProxyType(ordered))
         object.__setattr__(self, "config", MappingProxyType(dict(self.config)))
         object.__setattr__(self, "digest", _digest(ordered))
+        if self.statistics is not None and self.statistics.adapter != self.digest:
+            raise ValueError(
+                f"the router statistics are of adapter sha256:{self.statistics.adapter[:12]}, not "
+                f"of {self.name!r} (sha256:{self.digest[:12]}): gather them for this one"
+            )
 
     @classmethod
     def from_arrays(

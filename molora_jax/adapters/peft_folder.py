@@ -10,7 +10,7 @@ import numpy as np
 from molora_jax.adapters.names import nearest, shortened
 from molora_jax.files import read_json, read_safetensors
 from molora_jax.hub import HUB_NAME, cached_names, download_command, hub_repo, hub_snapshot
-from molora_jax.routing.statistics import STATISTICS_FILE
+from molora_jax.routing.statistics_file import STATISTICS_FILE
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -35,8 +35,9 @@ def save_adapter(
     """Writes a PEFT folder, whole or not at all, and reads it back before it appears.
 
     Tensors are written in the dtype they have, under PEFT's names. The config is the adapter's own
-    where it describes the modules, and else made to: mixed ranks and scales become patterns. The
-    re-read must give the same digest, which covers weights, modules and scales.
+    where it describes the modules, and else made to: mixed ranks and scales become patterns. Its
+    router statistics, if it has some, lie beside it. The re-read must give the same digest, which
+    covers weights, modules and scales.
 
     Raises ValueError for an adapter that is broken (NaN) or cannot be described (a scale that no
     alpha gives), so that its next user is not the one who finds out.
@@ -47,7 +48,7 @@ def save_adapter(
 
 
 def write_adapter(adapter: Adapter, folder: Path, *, card: AdapterCard | None = None) -> None:
-    """Writes the three files into an existing folder, and checks them; see `save_adapter`."""
+    """Writes the files into an existing folder, and checks them; see `save_adapter`."""
     adapter.check_finite()
     tensors = {
         tensor_key(module, matrix): getattr(pair, matrix.lower())
@@ -59,6 +60,8 @@ def write_adapter(adapter: Adapter, folder: Path, *, card: AdapterCard | None = 
     (folder / WEIGHTS_FILE).write_bytes(safetensors_bytes(tensors, metadata={"format": "pt"}))
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / CARD_FILE).write_text(_card_text(adapter, card), encoding="utf-8")
+    if adapter.statistics is not None:
+        adapter.statistics.write(folder)
     written, _ = load_adapter(folder, name=adapter.name)
     if written.digest != adapter.digest:
         raise OSError(

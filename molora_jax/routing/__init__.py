@@ -17,7 +17,12 @@ from molora_jax.routing.registry import (
     router_config,
 )
 from molora_jax.routing.select import count_nonfinite, rms_normalize, select
-from molora_jax.routing.statistics import RouterStatistics, load_statistics, save_statistics
+from molora_jax.routing.statistics import RouterStatistics
+from molora_jax.routing.statistics_file import (
+    PackedStatistics,
+    load_statistics,
+    save_statistics,
+)
 from pallas_kernels import Routing
 
 __all__ = [
@@ -27,6 +32,7 @@ __all__ = [
     "FixedRouter",
     "LearnedRouter",
     "ModulatedRouter",
+    "PackedStatistics",
     "PrototypeRouter",
     "Router",
     "RouterData",

@@ -8,6 +8,7 @@ with one projection P (D, m) for everybody, drawn from a fixed seed, so that it 
 The last row of G is Σφ and its corner the number of tokens. That is all that a ridge regression on
 those tokens needs: whoever loads several adapters adds up what came with them and solves for the
 router that all the data together would give (`closed_form.solve_ridge`), without seeing any of it.
+`statistics_file` is how they travel.
 
 Sums keep no order of tokens. But layer 0 reads bare embeddings, so that of fewer distinct tokens
 than features one could tell which they were: gather over much text, or over text that may be known.
@@ -17,17 +18,10 @@ Letters beyond the table of design.md: m features, E = m + 1.
 
 import functools
 import hashlib
-from pathlib import Path
 
 import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
-from safetensors.numpy import save as safetensors_bytes
-
-from molora_jax.files import read_safetensors
-
-STATISTICS_FILE = "router_statistics.safetensors"
-_FORMAT = "1"
 
 
 class RouterStatistics:
@@ -102,104 +96,6 @@ class RouterStatistics:
                 f"statistics of {len(self.moments)} and {len(other.moments)} layers do not add "
                 "up: they are of other bases"
             )
-
-
-def save_statistics(
-    statistics: RouterStatistics, folder: Path | str, *, base_digest: str, adapter_digest: str
-) -> Path:
-    """Writes STATISTICS_FILE into an adapter's folder, where PEFT's readers pass over it.
-
-    Means and standard deviations in float32, correlations in float16: L·m²/2 numbers of 2 bytes,
-    which are all between −1 and 1 and so lose no more than 5e-4 each.
-
-    Raises ValueError for statistics without a token.
-    """
-    if not statistics.count:
-        raise ValueError("these statistics hold no token: gather them before saving")
-    mean = statistics.moments / statistics.count
-    center, second = mean[:, -1, :-1], mean[:, :-1, :-1]
-    covariance = second - center[:, :, None] * center[:, None, :]
-    deviation = np.sqrt(np.maximum(np.diagonal(covariance, axis1=1, axis2=2), 0.0))
-    scale = np.where(deviation > 0, deviation, 1.0)
-    correlation = covariance / (scale[:, :, None] * scale[:, None, :])
-    below = np.tril_indices(correlation.shape[1], k=-1)
-    arrays = {
-        "mean": center.astype(np.float32),
-        "deviation": deviation.astype(np.float32),
-        "correlation": correlation[:, below[0], below[1]].astype(np.float16),
-    }
-    metadata = {
-        "format": _FORMAT,
-        "count": str(statistics.count),
-        "d_model": str(statistics.d_model),
-        "num_features": str(statistics.num_features or 0),
-        "base": base_digest,
-        "adapter": adapter_digest,
-    }
-    path = Path(folder) / STATISTICS_FILE
-    # safetensors writes buffers as they lie, whatever the strides, and picking leaves odd ones.
-    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    path.write_bytes(safetensors_bytes(arrays, metadata=metadata))
-    return path
-
-
-def load_statistics(
-    folder: Path | str, *, base_digest: str, adapter_digest: str
-) -> RouterStatistics:
-    """Reads what `save_statistics` wrote.
-
-    Raises FileNotFoundError where there is none, and ValueError where it is damaged, of another
-    base (its features mean something else there) or of another adapter.
-    """
-    path = Path(folder) / STATISTICS_FILE
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no {STATISTICS_FILE}: this adapter came without statistics. Gather them "
-            "with gather_statistics on some of its own data"
-        )
-    stored = read_safetensors(path, where=str(path), root=folder)
-    about = stored.metadata or {}
-    for field, expected in {
-        "format": _FORMAT,
-        "base": base_digest,
-        "adapter": adapter_digest,
-    }.items():
-        if about.get(field) != expected:
-            raise ValueError(
-                f"{path}: {field} is {str(about.get(field))[:12]!r}, expected {expected[:12]!r}: "
-                f"these statistics belong to another {field}. Gather them anew"
-            )
-    try:
-        count, D, m = (int(about[name]) for name in ("count", "d_model", "num_features"))
-        mean, deviation, correlation = (
-            stored.get(name).astype(np.float64) for name in ("mean", "deviation", "correlation")
-        )
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({error}): copy it again") from None
-    size = m or D
-    shapes = (len(mean), size), (len(mean), size), (len(mean), size * (size - 1) // 2)
-    if count < 1 or (mean.shape, deviation.shape, correlation.shape) != shapes:
-        raise ValueError(
-            f"{path} is damaged: arrays of shapes {mean.shape}, {deviation.shape} and "
-            f"{correlation.shape} over {count} tokens; expected {shapes}. Copy it again"
-        )
-    sound = np.isfinite(mean).all() and (deviation >= 0).all() and np.isfinite(deviation).all()
-    if not (sound and (np.abs(correlation) <= 1.001).all()):
-        raise ValueError(
-            f"{path} has numbers that no data give (NaN, a correlation over 1 or a negative "
-            "deviation): gather the statistics anew"
-        )
-    found = RouterStatistics(len(mean), D, num_features=m or None)
-    below = np.tril_indices(size, k=-1)
-    matrix = np.zeros((len(mean), size, size))
-    matrix[:, below[0], below[1]] = correlation
-    matrix += np.swapaxes(matrix, 1, 2) + np.eye(size)
-    second = matrix * deviation[:, :, None] * deviation[:, None, :]
-    found.moments[:, :-1, :-1] = second + mean[:, :, None] * mean[:, None, :]
-    found.moments[:, -1, :-1] = found.moments[:, :-1, -1] = mean
-    found.moments[:, -1, -1] = 1.0
-    found.moments *= count
-    return found
 
 
 @functools.lru_cache(maxsize=8)

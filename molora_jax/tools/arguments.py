@@ -50,7 +50,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     parsers = {}
-    for add in (_inspect, _convert, _merge, _probe, _generate, _serve):
+    for add in (
+        _inspect,
+        _convert,
+        _merge,
+        _statistics,
+        _compose,
+        _probe,
+        _generate,
+        _serve,
+    ):
         name, summary = add.__name__.strip("_"), str(add.__doc__)
         parsers[name] = verbs.add_parser(name, help=summary, description=summary)
         add(parsers[name])
@@ -90,6 +99,39 @@ def _merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--rank", type=_whole, metavar="R", help="without --base: truncate to R")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model written (float32)")
+    _overwrite(parser)
+
+
+def _statistics(parser: argparse.ArgumentParser) -> None:
+    """What a router must know of an adapter's data, summed and left beside the adapter."""
+    parser.add_argument("adapter", help="PEFT folder; the file is written into it")
+    parser.add_argument("--base", required=True, metavar="NAME", help=_BASE)
+    parser.add_argument("--data", required=True, metavar="FILE",
+                        help="its own data, JSON lines with text or messages")  # fmt: skip
+    parser.add_argument("--features", type=_features, default=256, metavar="M",
+                        help="of a layer, or 'all' channels (%(default)s)")  # fmt: skip
+    parser.add_argument("--rows", type=_whole, default=64, help="windows read (%(default)s)")
+    parser.add_argument("--seq_len", type=_whole, default=128, metavar="S",
+                        help="tokens of a window (%(default)s)")  # fmt: skip
+    parser.add_argument("--responses_only", action="store_true",
+                        help="of messages, only the assistant's tokens count")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="replace those that are there")
+
+
+def _compose(parser: argparse.ArgumentParser) -> None:
+    """Adapters trained apart and a router that nobody trains, as a composition to load or serve."""
+    parser.add_argument("adapters", nargs="*", metavar="[NAME=]ADAPTER", help="PEFT folders")
+    parser.add_argument("--base", required=True, metavar="NAME", help=_BASE)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--add_to", metavar="DIR", help="a composition, whose adapters come first")
+    parser.add_argument("--without", type=_names, default=[], metavar="NAME,NAME",
+                        help="of the composition's adapters")  # fmt: skip
+    parser.add_argument("--router", choices=("statistics", "arrow"), default="statistics",
+                        help="made of the statistics beside each adapter, or of the weights alone "
+                        "(%(default)s)")  # fmt: skip
+    parser.add_argument("--top_k", type=_whole, default=1, help="adapters a token (%(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32",
+                        help="of the bank (%(default)s)")  # fmt: skip
     _overwrite(parser)
 
 
@@ -272,6 +314,11 @@ def named_paths(items: Sequence[str]) -> dict[str, str]:
 
 def _whole(text: str) -> int:
     return _checked(text, int, lambda value: value >= 1, "a whole number of at least 1")
+
+
+def _features(text: str) -> int | None:
+    """None is all channels."""
+    return None if text == "all" else _checked(text, int, lambda m: m >= 1, "a number or 'all'")
 
 
 def _port(text: str) -> int:

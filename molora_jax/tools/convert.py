@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
         for text in (*report.warnings, *(f"left out: {key}" for key in report.unmatched)):
             print(f"  warning: {text}")
     print(f"  {_described(adapter)}")
+    had_statistics = adapter.statistics is not None
     if args.max_rank is not None and adapter.rank > args.max_rank:
         adapter = _truncated(adapter, args.max_rank)
     elif args.max_rank is not None:
@@ -60,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"  start from it: train_adapter.Config.init_from = '{args.out}'")
     else:
         save_adapter(adapter, args.out, overwrite=args.overwrite)
+        if had_statistics and adapter.statistics is None:
+            print(
+                "  its router statistics are of the adapter before and not copied: gather them anew"
+            )
         print(
             f"{args.out}: PEFT folder, {2 * len(adapter.modules)} tensors, "
             f"digest sha256:{adapter.digest}"

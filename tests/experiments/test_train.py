@@ -11,6 +11,7 @@ from experiments import results, train_adapter, train_router
 from molora_jax.adapters import (
     PROJECTIONS,
     Composition,
+    compose,
     init_adapter,
     load_adapter,
     save_adapter,
@@ -64,6 +65,7 @@ def test_adapters_then_a_router_over_them(files, tmp_path, monkeypatch):
             out=str(out),
             steps=4,
             lr=1e-2,
+            statistics=8,
         )
         card = (out / "README.md").read_text()
         assert f"train_adapter.Config.data='{name}.jsonl'" in card  # and not where it lay
@@ -78,7 +80,13 @@ def test_adapters_then_a_router_over_them(files, tmp_path, monkeypatch):
         adapter, _ = load_adapter(out)
         assert adapter.rank == 8
         assert any(pair.b.any() for pair in adapter.modules.values())
+        assert adapter.statistics.num_features == 8
+        assert adapter.statistics.count > 100
         folders.append(str(out))
+
+    # What they brought along is enough for a router that nobody trains.
+    composed = compose(load_base("tiny-random"), [load_adapter(each)[0] for each in folders])
+    assert composed.column_names == ("code", "verse")
 
     data = tuple(str(file) for file in files.values())
     path, metrics = execute(

@@ -12,7 +12,8 @@ from molora_jax.adapters import Adapter, load_adapter, save_adapter
 from molora_jax.adapters.names import module_name
 from molora_jax.routing import RouterStatistics, StatisticsRouter, load_statistics, save_statistics
 from molora_jax.routing.closed_form import calibrate, solve_logits, solve_ridge
-from molora_jax.routing.statistics import STATISTICS_FILE, finite_tokens, normalize
+from molora_jax.routing.statistics import finite_tokens, normalize
+from molora_jax.routing.statistics_file import STATISTICS_FILE
 from tests.routing.test_closed_form import C, D, L, gathered, labelled, moments
 
 M = 5

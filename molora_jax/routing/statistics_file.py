@@ -1,0 +1,178 @@
+"""Router statistics as they travel: a small file in an adapter's folder, bound to it and a base."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from safetensors.numpy import save as safetensors_bytes
+
+from molora_jax.files import StoredTensors, read_safetensors
+from molora_jax.routing.statistics import RouterStatistics
+
+STATISTICS_FILE = "router_statistics.safetensors"
+_FORMAT = "1"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedStatistics:
+    """What the file holds: means and deviations in float32, correlations in float16.
+
+    Those are L·m²/2 numbers between −1 and 1, which so lose no more than 5e-4 each.
+
+    base, adapter  digests of what they were gathered under and for; with other ones they mean
+                   nothing
+    count          tokens
+    num_features   m; None: all d_model channels
+    correlation    what lies below the diagonal, row by row
+    """
+
+    base: str
+    adapter: str
+    count: int
+    d_model: int
+    num_features: int | None
+    mean: Float[np.ndarray, "L m"]
+    deviation: Float[np.ndarray, "L m"]
+    correlation: Float[np.ndarray, "L below"]
+
+    @classmethod
+    def of(
+        cls, statistics: RouterStatistics, *, base_digest: str, adapter_digest: str
+    ) -> "PackedStatistics":
+        """Raises ValueError for statistics without a token."""
+        if not statistics.count:
+            raise ValueError("these statistics hold no token: gather them before saving")
+        mean = statistics.moments / statistics.count
+        center, second = mean[:, -1, :-1], mean[:, :-1, :-1]
+        covariance = second - center[:, :, None] * center[:, None, :]
+        deviation = np.sqrt(np.maximum(np.diagonal(covariance, axis1=1, axis2=2), 0.0))
+        scale = np.where(deviation > 0, deviation, 1.0)
+        correlation = covariance / (scale[:, :, None] * scale[:, None, :])
+        below = np.tril_indices(correlation.shape[1], k=-1)
+        return cls(
+            base=base_digest,
+            adapter=adapter_digest,
+            count=statistics.count,
+            d_model=statistics.d_model,
+            num_features=statistics.num_features,
+            mean=center.astype(np.float32),
+            deviation=deviation.astype(np.float32),
+            correlation=correlation[:, below[0], below[1]].astype(np.float16),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the arrays; the file has some hundred more."""
+        return self.mean.nbytes + self.deviation.nbytes + self.correlation.nbytes
+
+    def unpack(self) -> RouterStatistics:
+        """The sums again, in float64."""
+        found = RouterStatistics(len(self.mean), self.d_model, num_features=self.num_features)
+        size = self.mean.shape[1]
+        below = np.tril_indices(size, k=-1)
+        matrix = np.zeros((len(self.mean), size, size))
+        matrix[:, below[0], below[1]] = self.correlation
+        matrix += np.swapaxes(matrix, 1, 2) + np.eye(size)
+        mean, deviation = self.mean.astype(np.float64), self.deviation.astype(np.float64)
+        second = matrix * deviation[:, :, None] * deviation[:, None, :]
+        found.moments[:, :-1, :-1] = second + mean[:, :, None] * mean[:, None, :]
+        found.moments[:, -1, :-1] = found.moments[:, :-1, -1] = mean
+        found.moments[:, -1, -1] = 1.0
+        found.moments *= self.count
+        return found
+
+    def write(self, folder: Path | str) -> Path:
+        """Writes STATISTICS_FILE into an adapter's folder, where PEFT's readers pass over it."""
+        arrays = {name: getattr(self, name) for name in ("mean", "deviation", "correlation")}
+        metadata = {
+            "format": _FORMAT,
+            "count": str(self.count),
+            "d_model": str(self.d_model),
+            "num_features": str(self.num_features or 0),
+            "base": self.base,
+            "adapter": self.adapter,
+        }
+        path = Path(folder) / STATISTICS_FILE
+        # safetensors writes buffers as they lie, whatever the strides, and picking leaves odd ones.
+        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        path.write_bytes(safetensors_bytes(arrays, metadata=metadata))
+        return path
+
+
+def read_packed(folder: Path | str) -> PackedStatistics:
+    """What `write` wrote, of whatever base and adapter.
+
+    Raises FileNotFoundError where there is none, ValueError where it is damaged.
+    """
+    path = Path(folder) / STATISTICS_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {STATISTICS_FILE}: this adapter came without statistics. Gather them "
+            "with gather_statistics (or `tools statistics`) on some of its own data"
+        )
+    stored = read_safetensors(path, where=str(path), root=folder)
+    if (found := stored.metadata.get("format")) != _FORMAT:
+        raise ValueError(
+            f"{path}: format is {str(found)[:12]!r}, expected {_FORMAT!r}: gather the statistics "
+            "anew with this version"
+        )
+    try:
+        return _checked(stored, str(path))
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}): copy it again") from None
+
+
+def _checked(stored: StoredTensors, where: str) -> PackedStatistics:
+    about = stored.metadata
+    count, D, m = (int(about[name]) for name in ("count", "d_model", "num_features"))
+    mean, deviation, correlation = (
+        stored.get(name) for name in ("mean", "deviation", "correlation")
+    )
+    size = m or D
+    shapes = (len(mean), size), (len(mean), size), (len(mean), size * (size - 1) // 2)
+    found = mean.shape, deviation.shape, correlation.shape
+    if count < 1 or not 0 <= m < D or found != shapes:
+        raise ValueError(
+            f"arrays of shapes {', '.join(map(str, found))} over {count} tokens; expected "
+            f"{', '.join(map(str, shapes))} for {m or 'all'} of {D} channels"
+        )
+    sound = np.isfinite(mean).all() and (deviation >= 0).all() and np.isfinite(deviation).all()
+    if not (sound and (np.abs(correlation) <= 1.001).all()):
+        raise ValueError("it has NaN, a correlation over 1 or a negative deviation")
+    return PackedStatistics(
+        base=about["base"],
+        adapter=about["adapter"],
+        count=count,
+        d_model=D,
+        num_features=m or None,
+        mean=mean.astype(np.float32),
+        deviation=deviation.astype(np.float32),
+        correlation=correlation.astype(np.float16),
+    )
+
+
+def save_statistics(
+    statistics: RouterStatistics, folder: Path | str, *, base_digest: str, adapter_digest: str
+) -> Path:
+    """Writes STATISTICS_FILE into an adapter's folder; see `PackedStatistics`."""
+    packed = PackedStatistics.of(statistics, base_digest=base_digest, adapter_digest=adapter_digest)
+    return packed.write(folder)
+
+
+def load_statistics(
+    folder: Path | str, *, base_digest: str, adapter_digest: str
+) -> RouterStatistics:
+    """Reads what `save_statistics` wrote.
+
+    Raises FileNotFoundError where there is none, and ValueError where it is damaged, of another
+    base (its features mean something else there) or of another adapter.
+    """
+    packed = read_packed(folder)
+    for field, expected in {"base": base_digest, "adapter": adapter_digest}.items():
+        if (found := getattr(packed, field)) != expected:
+            raise ValueError(
+                f"{Path(folder) / STATISTICS_FILE}: {field} is {found[:12]!r}, expected "
+                f"{expected[:12]!r}: these statistics belong to another {field}. Gather them anew"
+            )
+    return packed.unpack()

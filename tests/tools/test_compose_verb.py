@@ -1,0 +1,117 @@
+"""statistics and compose: from adapters trained apart to one routed folder, nothing trained."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from molora_jax.adapters import Composition, load_adapter, save_adapter
+from molora_jax.routing import PrototypeRouter, StatisticsRouter
+from molora_jax.routing.statistics_file import STATISTICS_FILE
+from tests.tools.conftest import BASE, make
+
+TEXTS = {"a": "def f(x): return x", "b": "Once upon a time", "c": "Shall I compare thee"}
+
+
+@pytest.fixture(scope="module")
+def shipped(base, tmp_path_factory):
+    """Three adapters, each with statistics of its own data beside it."""
+    from molora_jax.tools.__main__ import main
+
+    root = tmp_path_factory.mktemp("shipped")
+    for seed, (name, text) in enumerate(TEXTS.items()):
+        save_adapter(make(base, name, seed=10 + seed), root / name)
+        data = root / f"{name}.jsonl"
+        data.write_text("".join(json.dumps({"text": f"{text} {n}"}) + "\n" for n in range(12)))
+        options = ["--base", BASE, "--data", str(data), "--seq_len", "16", "--features", "8"]
+        assert main(["statistics", str(root / name), *options]) == 0
+    return root
+
+
+def copied(shipped, tmp_path, *names):
+    return [shutil.copytree(shipped / name, tmp_path / name) for name in names]
+
+
+def test_adapters_become_a_composition_that_grows_and_shrinks(tool, shipped, base, tmp_path):
+    a, b, c = (shipped / name for name in "abc")
+    result = tool("compose", a, b, "--base", BASE, "--out", tmp_path / "two", "--top_k", 2)
+    assert result.code == 0, result.err
+    assert "nothing was trained" in result.out
+    two = Composition.load(tmp_path / "two", base)
+    assert isinstance(two.router, StatisticsRouter)
+    assert (two.router.top_k, two.labels_used) == (2, True)
+    assert two.column_names == ("a", "b")
+    wanted = StatisticsRouter.solve([load_adapter(each)[0].statistics.unpack() for each in (a, b)])
+    np.testing.assert_array_equal(two.router.weights[...], wanted.weights[...])
+    # The composition carries them, so that it can be gone on from.
+    grown = tool(
+        "compose", c, "--add_to", tmp_path / "two", "--base", BASE, "--out", tmp_path / "3"
+    )
+    assert grown.code == 0, grown.err
+    assert Composition.load(tmp_path / "3", base).column_names == ("a", "b", "c")
+    again = ("--add_to", tmp_path / "3", "--without", "c", "--base", BASE, "--top_k", 2)
+    assert tool("compose", *again, "--out", tmp_path / "again").code == 0
+    back = Composition.load(tmp_path / "again", base)
+    np.testing.assert_array_equal(back.router.weights[...], two.router.weights[...])
+
+
+def test_without_statistics_only_the_weights_are_left(tool, folders, shipped, base, tmp_path):
+    pair = (folders["a"], shipped / "b")
+    refused = tool("compose", *pair, "--base", BASE, "--out", tmp_path / "out")
+    assert refused.code == 1
+    assert "adapter 'a' came without router statistics" in refused.err
+    assert not (tmp_path / "out").exists()
+    made = tool("compose", *pair, "--router", "arrow", "--base", BASE, "--out", tmp_path / "out")
+    assert made.code == 0, made.err
+    composition = Composition.load(tmp_path / "out", base)
+    assert isinstance(composition.router, PrototypeRouter)
+    assert composition.labels_used is False
+
+
+def test_statistics_of_other_weights_do_not_go_with_an_adapter(tool, shipped, base, tmp_path):
+    a, b = copied(shipped, tmp_path, "a", "b")
+    shutil.copy(a / STATISTICS_FILE, b / STATISTICS_FILE)  # as another tool would leave it there
+    adapter, report = load_adapter(b)
+    assert adapter.statistics is None
+    assert any("another content" in text for text in report.warnings)
+    refused = tool("compose", a, b, "--base", BASE, "--out", tmp_path / "out")
+    assert (refused.code, "adapter 'b' came without" in refused.err) == (1, True)
+    (b / STATISTICS_FILE).write_bytes(b"\x10" + b"\0" * 40)
+    adapter, report = load_adapter(b)
+    assert adapter.statistics is None
+    assert any("are not used" in text for text in report.warnings)
+    small = tool("convert", a, tmp_path / "small", "--max_rank", 1)
+    assert "gather them anew" in small.out
+    assert not (tmp_path / "small" / STATISTICS_FILE).exists()
+    with pytest.raises(ValueError, match="the router statistics are of adapter sha256:"):
+        make(base, "x", seed=7).__class__(
+            "x", make(base, "x", seed=7).modules, {}, statistics=load_adapter(a)[0].statistics
+        )
+
+
+def test_what_makes_no_composition_is_said_before_anything_is_written(
+    tool, shipped, base, tmp_path
+):
+    a, b, c = (shipped / name for name in "abc")
+
+    def refused(*argv):
+        result = tool("compose", *argv, "--base", BASE, "--out", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        return result.code, result.err
+
+    assert "chooses among two" in refused(a)[1]
+    assert "the same digest ('a' and 'x')" in refused(a, f"x={a}")[1]
+    assert refused(a, f"a={b}")[0] == 2
+    assert "top_k" in refused(a, b, "--top_k", 3)[1]
+    assert "--without" in refused(a, b, "--without", "a")[1]
+    tool("compose", a, b, "--base", BASE, "--out", tmp_path / "two")
+    code, err = refused("--add_to", tmp_path / "two", "--without", "bb", c)
+    assert (code, "did you mean 'b'" in err) == (2, True)
+    assert "has an adapter 'a' already" in refused("--add_to", tmp_path / "two", a)[1]
+    (other,) = copied(shipped, tmp_path, "c")
+    data = shipped / "c.jsonl"
+    again = ("statistics", other, "--base", BASE, "--data", data, "--seq_len", 16)
+    assert "--overwrite replaces it" in tool(*again).err
+    assert tool(*again, "--features", 4, "--overwrite").code == 0
+    assert "different numbers of features (a 8, c 4)" in refused(a, other)[1]
