@@ -7,9 +7,9 @@ import dataclasses
 from typing import Literal
 
 from experiments import compose
-from experiments.content_types import SeedRun
 from experiments.content_types import digests as digests  # of the same texts and seeds
 from experiments.registry import check_config
+from experiments.seeds import SeedRun
 
 KNOWN = 3  # domains that the first router knows; the rest of load_types arrive later
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from experiments import compose
 from experiments.registry import check_config
+from experiments.seeds import SeedRun
 
 TYPES = {
     "table15": ("code", "math", "creative"),
@@ -91,17 +92,6 @@ class FreeConfig(compose.Config):
 
     def router_training(self):
         return dataclasses.replace(super().router_training(), start="random", label_coef=0.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class SeedRun:
-    """The run, with the curves of each seed under a phase of their own."""
-
-    run: Any
-    prefix: str
-
-    def artifact(self, kind: str, *, phase: str, **what: Any) -> Any:
-        return self.run.artifact(kind, phase=f"{self.prefix}/{phase}", **what)
 
 
 def digests(config: Config) -> dict[str, str]:

@@ -61,8 +61,9 @@ class Routes:
 
 
 def majority(adapters: np.ndarray, *, num_types: int) -> int:
-    """The adapter with most tokens; the lowest in a tie."""
-    return int(np.bincount(adapters[adapters >= 0], minlength=num_types).argmax())
+    """The adapter with most tokens, the lowest in a tie; −1 where none went to any."""
+    counts = np.bincount(adapters[adapters >= 0], minlength=num_types)
+    return int(counts.argmax()) if counts.any() else -1
 
 
 def routes_of(measured: Measured, *, free: bool = False) -> Routes:

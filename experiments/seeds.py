@@ -1,9 +1,22 @@
-"""Numbers of several seeds as one: the mean, and the spread beside it."""
+"""Runs of several seeds as one: curves of each, the mean of their numbers, and the spread."""
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 SPREAD = "spread"
+
+
+@dataclasses.dataclass(frozen=True)
+class SeedRun:
+    """The run, with the curves of each seed under a phase of their own."""
+
+    run: Any
+    prefix: str
+
+    def artifact(self, kind: str, *, phase: str, **what: Any) -> Any:
+        return self.run.artifact(kind, phase=f"{self.prefix}/{phase}", **what)
 
 
 def over_seeds(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -92,8 +92,41 @@ class AdapterTrainConfig(TrainConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterTrainConfig(TrainConfig):
-    """How a router is trained; `TrainConfig` says what the other fields are.
+class AnnealedConfig(TrainConfig):
+    """A training of a router whose temperature falls.
+
+    temperature    (first, last): what the router's logits are divided by. It falls geometrically
+                   from the end of the warm-up until `anneal` of the steps are done, and the last
+                   one is folded into the router's weights
+    router_warmup  steps in which the router stands still
+    """
+
+    temperature: tuple[float, float] = (1.0, 1.0)
+    anneal: float = 0.8
+    router_warmup: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        _whole(self, "router_warmup", least=0)
+        _positive(self, "anneal")
+        for value in self.temperature:
+            if not 0 < value < math.inf:
+                raise ValueError(
+                    f"{type(self).__name__}.temperature must be two positive numbers, got "
+                    f"{self.temperature!r}"
+                )
+
+    def temperature_at(self, step: int) -> float:
+        """Temperature of a step, counted from 0."""
+        first, last = self.temperature
+        whole = max(self.anneal * self.steps - self.router_warmup, 1)
+        share = min(max((step - self.router_warmup) / whole, 0.0), 1.0)
+        return first * (last / first) ** share
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterTrainConfig(AnnealedConfig):
+    """How a router is trained; the base classes say what the other fields are.
 
     steps          gradient steps through the model; 0 keeps the start
     top_k          adapters per token at evaluation

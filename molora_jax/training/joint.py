@@ -24,7 +24,8 @@ from molora_jax.models.digest import params_digest
 from molora_jax.routing import LearnedRouter
 from molora_jax.routing.losses import balance_loss, z_loss
 from molora_jax.routing.select import check_choice
-from molora_jax.training.config import AdapterTrainConfig
+from molora_jax.training.anneal import AnnealedBatch, AnnealedOrder, held, tempered
+from molora_jax.training.config import AdapterTrainConfig, AnnealedConfig
 from molora_jax.training.data import Batch, BatchOrder
 from molora_jax.training.evaluate import oracle_arm
 from molora_jax.training.loop import fit
@@ -35,7 +36,7 @@ ROUTER_ARRAYS = ("w_in", "b_in", "w_out", "b_out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class JointTrainConfig(AdapterTrainConfig):
+class JointTrainConfig(AnnealedConfig, AdapterTrainConfig):
     """How adapters and their router are trained together; the base classes say the other fields.
 
     num_adapters    K, each of `rank`
@@ -45,10 +46,7 @@ class JointTrainConfig(AdapterTrainConfig):
                     output of layer n, one decision for those after it. None: each layer its input
     gate            "softmax", trained densely; or "unit", trained at top_k, straight-through
     router_lr       × lr is the router's learning rate
-    router_warmup   steps in which the router stands still, so that the adapters differ first
-    temperature     (first, last): what the router's logits are divided by. It falls geometrically
-                    from the end of the warm-up until `anneal` of the steps are done, and is folded
-                    into the router's weights at the end
+    router_warmup   of AnnealedConfig: so that the adapters differ first
     jitter          standard deviation of the adapters' first B, in units of A's; 0 is PEFT's start
     balance_coef    × K·Σ f·p;    z_coef  × router z-loss
     info_coef       × −I(column of a token; column of its neighbour) in nats, as in invariant
@@ -63,9 +61,7 @@ class JointTrainConfig(AdapterTrainConfig):
     after_layer: int | None = -1
     gate: str = "softmax"
     router_lr: float = 1.0
-    router_warmup: int = 0
     temperature: tuple[float, float] = (1.0, 0.1)
-    anneal: float = 0.8
     jitter: float = 0.0
     balance_coef: float = 0.0
     z_coef: float = 0.0
@@ -75,26 +71,11 @@ class JointTrainConfig(AdapterTrainConfig):
     def __post_init__(self):
         super().__post_init__()
         check_choice(top_k=self.top_k, num_columns=self.num_adapters, gate=self.gate)
-        for name in (
-            "balance_coef", "z_coef", "info_coef", "jitter", "router_warmup",
-        ):  # fmt: skip
+        for name in ("balance_coef", "z_coef", "info_coef", "jitter"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
-        for name, value in {
-            "router_lr": self.router_lr,
-            "anneal": self.anneal,
-            "temperature[0]": self.temperature[0],
-            "temperature[1]": self.temperature[1],
-        }.items():
-            if not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be a positive number, got {value!r}")
-
-    def temperature_at(self, step: int) -> float:
-        """Temperature of a step, counted from 0."""
-        first, last = self.temperature
-        whole = max(self.anneal * self.steps - self.router_warmup, 1)
-        share = min(max((step - self.router_warmup) / whole, 0.0), 1.0)
-        return first * (last / first) ** share
+        if not 0 < self.router_lr < float("inf"):
+            raise ValueError(f"router_lr must be a positive number, got {self.router_lr!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +141,7 @@ def train_jointly(
             "coefs": {name: np.float32(value) for name, value in coefs.items()},
         }
         loss = JointLoss(top_k=config.top_k)
-        order = JointOrder(order, config)
+        order = AnnealedOrder(order, config)
 
     def measured(steps: int, params: Any) -> dict[str, Any]:
         due = measure_every and (steps % measure_every == 0 or steps in (0, config.steps))
@@ -253,48 +234,11 @@ def moved_router(
     """
 
     def moved(name: str) -> Array:
-        value = getattr(start, name)[...] + lr * moves[name]
-        # The logits are linear in these two.
-        return value / temperature if name.endswith("out") else value
+        return getattr(start, name)[...] + lr * moves[name]
 
     arrays = {name: moved(name) for name in ROUTER_ARRAYS}
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: arrays[path[0].name], start)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class JointBatch(Batch):
-    """A batch with what the step is told beside it, the same number in every row.
-
-    temperature  (B, 1) of the router    moving  (B, 1) 0 while the router stands still, then 1
-    """
-
-    temperature: Float[Any, "*accumulate B 1"]
-    moving: Float[Any, "*accumulate B 1"]
-
-
-@dataclasses.dataclass(frozen=True)
-class JointOrder:
-    """The rows of a step with the router's temperature there."""
-
-    rows: BatchOrder
-    config: JointTrainConfig
-
-    @property
-    def windows(self) -> Batch:
-        return self.rows.windows
-
-    def __call__(self, step: int) -> JointBatch:
-        batch = self.rows(step)
-        told = {
-            "temperature": self.config.temperature_at(step),
-            "moving": float(step >= self.config.router_warmup),
-        }
-        columns = {
-            name: np.full((batch.num_rows, 1), value, np.float32) for name, value in told.items()
-        }
-        leaves = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        return JointBatch(**leaves, **columns)
+    router = jax.tree_util.tree_map_with_path(lambda path, leaf: arrays[path[0].name], start)
+    return tempered(router, temperature)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,13 +266,10 @@ class JointLoss:
     top_k: int
 
     def __call__(
-        self, params: dict[str, Any], frozen: dict[str, Any], batch: JointBatch
+        self, params: dict[str, Any], frozen: dict[str, Any], batch: AnnealedBatch
     ) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Array]]:
-        temperature, moving = batch.temperature[0, 0], batch.moving[0, 0]
-        moves = jax.tree.map(
-            lambda move: moving * move + (1 - moving) * jax.lax.stop_gradient(move),
-            params["router"],
-        )
+        moves = held(params["router"], batch.moving[0, 0])
+        temperature = batch.temperature[0, 0]
         router = moved_router(frozen["router"], moves, frozen["router_lr"], temperature)
         decoder, mask = frozen["decoder"], batch.mask.reshape(-1)
         out = decoder(batch.tokens, batch.mask, adapters=stacked(params["adapters"]), router=router)

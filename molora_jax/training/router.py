@@ -28,6 +28,7 @@ from molora_jax.routing.metrics import collapse_warning
 from molora_jax.routing.select import check_choice, usable_tokens
 from molora_jax.token_ids import check_token_ids
 from molora_jax.training.adapter import kept_frozen, trainable_line
+from molora_jax.training.anneal import AnnealedBatch, AnnealedOrder, held, tempered
 from molora_jax.training.config import RouterTrainConfig
 from molora_jax.training.data import (
     Batch,
@@ -97,11 +98,12 @@ def train_router(
             "balance": np.float32(config.balance_coef),
             "z": np.float32(config.z_coef),
         }
-        loss = RouterLoss(graph=graph, top_k=config.top_k)
+        loss: Any = RouterLoss(graph=graph, top_k=config.top_k)
+        rows = BatchOrder(windows, config.batch_size * config.accumulate, config.seed)
         params, records = fit(
             loss,
             params,
-            BatchOrder(windows, config.batch_size * config.accumulate, config.seed),
+            AnnealedOrder(rows, config),
             config,
             frozen=frozen | {"router_data": rest, "coefs": coefs},
             name="router",
@@ -110,6 +112,8 @@ def train_router(
             summarise=RouterMonitor(names, config.collapse_share),
         )
     router = nnx.merge(graph, params, rest).with_top_k(config.top_k)
+    if config.steps:
+        router = tempered(router, config.temperature_at(config.steps - 1))
     return router, RouterTraining(records=records, digests=digests, label_use=config.label_use())
 
 
@@ -132,14 +136,16 @@ class RouterLoss:
     top_k: int
 
     def __call__(
-        self, params: Any, frozen: dict[str, Any], batch: Batch
+        self, params: Any, frozen: dict[str, Any], batch: AnnealedBatch
     ) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Array]]:
         slots, mask = frozen["column_to_slot"], batch.mask.reshape(-1)
+        params = held(params, batch.moving[0, 0])
+        router = nnx.merge(self.graph, params, frozen["router_data"])
         out = frozen["decoder"](
             batch.tokens,
             batch.mask,
             adapters=frozen["stacks"],
-            router=nnx.merge(self.graph, params, frozen["router_data"]),
+            router=tempered(router, batch.temperature[0, 0]),
             column_to_slot=slots,
         )
         language, weight = next_token_loss(frozen["decoder"].logits(out.hidden), batch)
