@@ -7,11 +7,12 @@ table of design.md: G tasks.
 import dataclasses
 import hashlib
 import math
-from typing import Any
+from typing import Any, Literal
 
 from experiments.registry import check_config
 
 MAX_POSITIONS = 256  # of both bases
+LEARNED = "MoLoRA, learned router"  # an arm
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,39 +26,39 @@ class Config:
     seq_len          tokens of a training window
     base_seed        of the pretraining: the bases stay, whatever `seed` is
     rank             of the four adapters of the small base, with alpha = 2 · rank. The one LoRA on
-                     the mixture has 4 · rank there, and on the large base the rank that comes
-                     nearest to as many parameters
+                     the mixture has the rank, on each base, that comes nearest to the parameters
+                     of the four and the router together
     adapter_*        steps, peak learning rate and windows a step of one adapter; a LoRA on the
                      mixture takes 4 times the steps. `large_lr` is the one on the large base
-    router_*         rows of each task that the router is fitted on, and its gradient steps
-    label_coef       of the router's loss: × cross-entropy against the task a token came from
-    top_k            adapters per token of a second arm of MoLoRA, beside k = 1, which the claims
-                     are about; 1: no second one
-    num_questions    held-out questions a task
-    num_seeds        seeds of adapters, router and questions: seed, seed + 1, …
+    router_rows      questions of each task that both routers are made from
+    router_*         steps and peak learning rate of the learned router, on stored layer inputs,
+                     against the task a token came from; with 0 steps that arm is left out
+    asked            "heldout", or "validation" to choose settings by
+    num_questions    questions a task that are asked
+    num_seeds        seeds of adapters, router and questions: seed, seed + 1, …; no two share a
+                     question
     """
 
     small: tuple[int, int, int, int] = (64, 176, 4, 4)
     large: tuple[int, int, int, int] = (128, 344, 5, 8)
-    pretrain_steps: int = 2500
+    pretrain_steps: int = 4000
     pretrain_rows: int = 16
     pretrain_lrs: tuple[float, float] = (4e-3, 2e-3)
-    task_share: float = 0.1
+    task_share: float = 0.4
     seq_len: int = 64
     base_seed: int = 0
     rank: int = 8
-    adapter_steps: int = 400
+    adapter_steps: int = 500
     adapter_lr: float = 4e-3
     large_lr: float = 2e-3
-    adapter_rows: int = 16
+    adapter_rows: int = 8
     router_rows: int = 192
-    router_steps: int = 150
-    router_lr: float = 1e-2
-    label_coef: float = 1.0
-    top_k: int = 2
+    router_steps: int = 600
+    router_lr: float = 3e-3
+    asked: Literal["heldout", "validation"] = "heldout"
     num_questions: int = 200
     num_seeds: int = 3
-    seed: int = 0
+    seed: int = 10
 
     def __post_init__(self):
         check_config(self)
@@ -80,8 +81,6 @@ class Config:
                 )
         if not 0 <= self.task_share < 1:
             raise ValueError(f"Config.task_share = {self.task_share}: expected 0 to below 1")
-        if not 1 <= self.top_k <= 4:
-            raise ValueError(f"Config.top_k = {self.top_k}: expected 1 to 4, the adapters")
         self.pretraining("small"), self.pretraining("large")
         self.adapter_training(self.seed, lr=self.large_lr)  # refuse what training would
         self.adapter_training(self.seed), self.router_training(self.seed)
@@ -116,19 +115,19 @@ class Config:
         )
 
     def router_training(self, seed: int):
+        """Of the learned router, which no gradient through the model touches."""
         from molora_jax.training.config import RouterTrainConfig
 
         return RouterTrainConfig(
-            steps=self.router_steps,
+            steps=0,
+            feature_steps=self.router_steps,
             lr=self.router_lr,
-            batch_size=16,
-            top_k=self.top_k,
+            top_k=1,
             start_rows=4 * self.router_rows,
-            # Inputs that come through a token's own adapter tell which one it is: a start on those
-            # is at chance here (label loss ln 4 on its own data) once the router chooses itself.
+            # Inputs that come through a token's own adapter tell which one it is: a router fitted
+            # on those is at chance once it chooses itself.
             start_states="base",
             joined_share=0.0,  # a question is of one task
-            label_coef=self.label_coef,
             seed=seed,
         )
 
@@ -142,7 +141,7 @@ def digests(config: Config) -> dict[str, str]:
     text = tasks.pretraining_text(task_share=config.task_share, seed=config.base_seed)
     said = [*tasks.vocabulary(), *itertools.islice(text, 2000)]
     for task in tasks.TASKS:
-        for split in ("train", "heldout"):
+        for split in ("train", "validation", "heldout"):
             said += [each.text for each in tasks.questions(task, split, 100, seed=config.seed)]
     digest = hashlib.sha256("\n".join(said).encode()).hexdigest()
     return {"data": digest, "base": "pretrained by the run"}
@@ -153,7 +152,7 @@ def main(config: Config, run) -> None:
     from experiments.reasoning_bases import SIZES, pretrained
 
     bases = {size: pretrained(run, config, size) for size in SIZES}
-    ranks = {"small": 4 * config.rank, "large": equal_rank(config, bases)}
+    ranks = {size: equal_rank(config, bases, size) for size in SIZES}
     seeds = [
         of_seed(run, config, bases, ranks, seed)
         for seed in range(config.seed, config.seed + config.num_seeds)
@@ -173,10 +172,15 @@ def main(config: Config, run) -> None:
     )
 
 
-def equal_rank(config: Config, bases: dict[str, Any]) -> int:
-    """The rank on the large base whose parameters come nearest to four adapters of the small."""
-    per_rank = {size: lora_params(base.model.config, 1) for size, base in bases.items()}
-    return max(1, math.floor(4 * config.rank * per_rank["small"] / per_rank["large"] + 0.5))
+def molora_params(config: Config, small) -> int:
+    """Parameters that MoLoRA adds to the small base: four adapters and the router's table."""
+    return 4 * lora_params(small, config.rank) + 4 * small.vocab_size
+
+
+def equal_rank(config: Config, bases: dict[str, Any], size: str) -> int:
+    """The rank on a base whose parameters come nearest to what MoLoRA adds to the small one."""
+    wanted = molora_params(config, bases["small"].model.config)
+    return max(1, math.floor(wanted / lora_params(bases[size].model.config, 1) + 0.5))
 
 
 def lora_params(model, rank: int) -> int:
@@ -186,23 +190,22 @@ def lora_params(model, rank: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Seed:
-    """What one seed measured: {arm: Scores}, the loss curves, and the size of its router."""
+    """What one seed measured: {arm: Scores}, and the loss curves."""
 
     arms: dict[str, Any]
     curves: dict[str, list[dict]]
-    router_params: int
 
 
 def of_seed(run, config: Config, bases, ranks, seed: int) -> Seed:
-    """Trains the adapters, the router and the LoRAs on the mixture, and measures every arm."""
+    """Trains the adapters, the routers and the LoRAs on the mixture, and measures every arm."""
     import numpy as np
 
     from experiments.reasoning_bases import trained_adapter, trained_router
     from experiments.reasoning_data import question_rows, task_windows
     from experiments.reasoning_measure import ROW_LEN, Asked, score
+    from experiments.reasoning_router import EvidenceRouter
     from experiments.reasoning_tasks import TASKS, questions
     from molora_jax.adapters import AdapterBank
-    from molora_jax.routing import router_arrays
 
     models = {size: base.model for size, base in bases.items()}
     small = models["small"]
@@ -227,9 +230,11 @@ def of_seed(run, config: Config, bases, ranks, seed: int) -> Seed:
         )
         for task in TASKS
     ]
-    router, curves["router"] = trained_router(
-        run, small, bank, own, config.router_training(seed), name=str(seed)
-    )
+    routers = {"MoLoRA": EvidenceRouter.counted(own, vocab_size=small.config.vocab_size)}
+    if config.router_steps:
+        routers[LEARNED] = trained_router(
+            run, small, bank, own, config.router_training(seed), name=str(seed)
+        )
     # Beside the adapters lies the LoRA on the mixture: one bank, and so one compilation, a base.
     mixture = windows(TASKS, len(TASKS) * config.adapter_steps)
     banks = {}
@@ -241,19 +246,23 @@ def of_seed(run, config: Config, bases, ranks, seed: int) -> Seed:
             name=f"mixture on {size}/{seed}", data="generated questions of all tasks",
         )  # fmt: skip
         filling = (folders if size == "small" else {}) | {"mixture": pooled}
-        banks[size] = AdapterBank(base.config, num_slots=len(TASKS) + 1, max_rank=ranks[size])
+        # As many slots on either base, so that equal sizes would share a compilation too.
+        highest = max(*ranks.values(), config.rank)
+        banks[size] = AdapterBank(base.config, num_slots=len(TASKS) + 1, max_rank=highest)
         for name, folder in filling.items():
             banks[size].load(folder, name=name)
 
-    # Drawn apart from training; where few differ, seeds share some.
-    asked = Asked.of(tokenizer, TASKS, count=config.num_questions, seed=1000 + seed)
+    # Seeds take turns in one series of different questions, so that no two share one.
+    asked = Asked.of(
+        tokenizer, TASKS, split=config.asked, count=config.num_questions, seed=config.seed,
+        first=(seed - config.seed) * config.num_questions,
+    )  # fmt: skip
     own_task = np.repeat(np.arange(len(TASKS)), config.num_questions)
-    ways = {
+    ways: dict[str, tuple[str, dict[str, Any]]] = {
         "small": ("small", {}),
         "large": ("large", {}),
         "small + oracle": ("small", {"slot": own_task}),
-        "MoLoRA k=1": ("small", {"router": router.with_top_k(1)}),
-        f"MoLoRA k={config.top_k}": ("small", {"router": router.with_top_k(config.top_k)}),
+        **{label: ("small", {"router": router}) for label, router in routers.items()},
         mixture_label("small"): ("small", {"slot": len(TASKS)}),
         mixture_label("large"): ("large", {"slot": 0}),
     }
@@ -261,8 +270,7 @@ def of_seed(run, config: Config, bases, ranks, seed: int) -> Seed:
     for label, (size, way) in ways.items():
         arms[label] = score(models[size], asked, banks[size], **way)
         print(f"seed {seed}, {label}: {arms[label].summary()}", flush=True)
-    size = sum(np.size(each) for each in router_arrays(router).values())
-    return Seed(arms=arms, curves=curves, router_params=int(size))
+    return Seed(arms=arms, curves=curves)
 
 
 def mixture_label(size: str) -> str:

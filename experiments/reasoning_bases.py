@@ -140,21 +140,20 @@ def trained_adapter(run, base, training, windows, *, name: str, data: str):
 
 
 def trained_router(run, base, bank, data, training, *, name: str):
-    """A learned router over the bank, fitted on rows of each adapter's own task, and its curve."""
+    """A learned router over the bank, fitted on rows of each adapter's own task."""
     from safetensors.numpy import load_file, save_file
 
     from molora_jax.routing import build_router, router_arrays, router_config
     from molora_jax.training import train_router
 
     def make(folder):
-        router, _ = train_router(base, bank, data, training, run_dir=folder)
+        router, _ = train_router(base, bank, data, training)
         save_file(router_arrays(router), folder / "router.safetensors")
         (folder / "router.json").write_text(json.dumps(router_config(router)))
 
     def load(folder):
         settings = json.loads((folder / "router.json").read_text())
-        router = build_router(settings, load_file(folder / "router.safetensors"))
-        return router, read_curve(folder)
+        return build_router(settings, load_file(folder / "router.safetensors"))
 
     columns = {each.name: each.digest for each in bank.list()}
     rows = {f"data {at}": digest_of_windows(batch) for at, batch in enumerate(data)}

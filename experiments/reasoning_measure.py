@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments.reasoning_data import END_ID, answer_ids, prompt_ids, question_rows
-from experiments.reasoning_tasks import TASKS, Question, questions
+from experiments.reasoning_tasks import TASKS, Question, Split, questions
 
 ROW_LEN = 48  # no question is longer
 AT_ONCE = 200  # rows decoded or read together
@@ -15,7 +15,7 @@ AT_ONCE = 200  # rows decoded or read together
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """Held-out questions, task after task, as prompts, right answers and labelled rows."""
+    """Questions, task after task, as prompts, right answers and labelled rows."""
 
     questions: list[Question]
     prompts: list[list[int]]
@@ -23,8 +23,13 @@ class Asked:
     rows: Any
 
     @classmethod
-    def of(cls, tokenizer, tasks: Sequence[str], *, count: int, seed: int) -> "Asked":
-        asked = [each for task in tasks for each in questions(task, "heldout", count, seed=seed)]
+    def of(
+        cls, tokenizer, tasks: Sequence[str], *, split: Split, count: int, seed: int, first: int = 0
+    ) -> "Asked":
+        """As `questions` draws them."""
+        asked = [
+            each for task in tasks for each in questions(task, split, count, seed=seed, first=first)
+        ]
         return cls(
             questions=asked,
             prompts=[prompt_ids(tokenizer, each) for each in asked],
@@ -41,6 +46,8 @@ class Scores:
     nats     (Q,) loss of the right answer and its end, summed over its tokens
     tasks    (Q,) index of the task;  kinds  the kind of each question
     shares   (G, G) share of each task's tokens whose main adapter is each; None without a router
+    own_answers  share of the positions that predict an answer whose main adapter is their task's;
+             NaN without a router
     """
 
     right: np.ndarray
@@ -48,6 +55,7 @@ class Scores:
     tasks: np.ndarray
     kinds: list[str]
     shares: np.ndarray | None = None
+    own_answers: float = float("nan")
 
     def exact_match(self, task: int) -> float:
         return float(self.right[self.tasks == task].mean())
@@ -65,8 +73,8 @@ class Scores:
 def score(base, asked: Asked, bank, *, router=None, slot: np.ndarray | int = -1) -> Scores:
     """Asks every question of one arm over a bank that was filled from slot 0 on.
 
-    router  a LearnedRouter whose columns are the first slots; without one `slot` says which
-            adapter all questions (or each, (Q,)) are given, -1 for the base
+    router  one whose columns are the first slots; without one `slot` says which adapter all
+            questions (or each, (Q,)) are given, -1 for the base
 
     Arms of one base and bank that are told their slot share one compiled function.
     """
@@ -102,7 +110,7 @@ def score(base, asked: Asked, bank, *, router=None, slot: np.ndarray | int = -1)
         return_routing=router is not None,
         **routed,
     )
-    shares = None
+    shares, own_answers = None, float("nan")
     if read.routing is not None:
         from molora_jax.routing import metrics
 
@@ -112,10 +120,13 @@ def score(base, asked: Asked, bank, *, router=None, slot: np.ndarray | int = -1)
         ]
         main = metrics.main_adapter(*flat).reshape(W, S)
         shares = metrics.token_shares(main, asked.rows.labels, len(TASKS), len(TASKS))
+        predicting = asked.rows.weights > 0
+        own_answers = float((main == asked.rows.labels)[predicting].mean())
     return Scores(
         right=np.array(right),
         nats=(read.token_nll * read.weights).sum(axis=1),
         tasks=np.array([TASKS.index(each.task) for each in asked.questions]),
         kinds=[each.kind for each in asked.questions],
         shares=shares,
+        own_answers=own_answers,
     )

@@ -1,10 +1,11 @@
 """Four small reasoning tasks in a closed vocabulary, and the general text that bases are made from.
 
-Every question comes in wordings of three kinds, which share no template: those that pretraining
-shows, those that adapters are trained on, and held-out ones. Held out as well are a fifth of the
-sums (no text ever says them, tables included); and, in questions, of the sets of facts in their
-order and of the lists, which general text may copy. `[a|b]` in a template stands for one of a and
-b, and `{name}` for what was drawn.
+Every question comes in wordings of four kinds, which share no template: those that pretraining
+shows, those that adapters are trained on, those of validation, by which settings may be chosen, and
+held-out ones. Contents are divided as well: a fifth of the sums, of the lists and of the sets of
+facts, each in whatever order, is held out, and a tenth is kept for validation. No training text
+says them, general text included. `[a|b]` in a template stands for one of a and b, and `{name}` for
+what was drawn.
 """
 
 import dataclasses
@@ -18,9 +19,10 @@ from typing import Literal
 
 from experiments.reasoning_text import GENERAL, GLOSSARY, WEIGHTS, WORDINGS, WORDS
 
-Split = Literal["pretrain", "train", "heldout"]
-# (rng, whether to draw what is held out) -> what a template is filled with, and the answer.
-Draw = Callable[[random.Random, bool], dict[str, str]]
+Split = Literal["pretrain", "train", "validation", "heldout"]
+Part = Literal["shown", "validation", "heldout"]
+# (rng, which contents to draw from) -> what a template is filled with, and the answer.
+Draw = Callable[[random.Random, Part], dict[str, str]]
 TASKS = ("words", "algebra", "logic", "lists")
 END, UNKNOWN = "<end>", "<unk>"
 
@@ -42,17 +44,18 @@ class Question:
 def question(task: str, split: Split, rng: random.Random, *, kind: str = "") -> Question:
     """One question of a task, of a kind drawn unless given, in a wording of a split."""
     kind = kind or rng.choice(KINDS[task])
-    drawn = DRAWS[kind](rng, split == "heldout")
+    drawn = DRAWS[kind](rng, split if split in ("validation", "heldout") else "shown")
     wording = rng.choice(WORDINGS[kind][split])
     prompt = f"question : {filled(wording, drawn, rng)} answer :"
     return Question(task, kind, prompt, drawn["answer"])
 
 
-def questions(task: str, split: Split, count: int, *, seed: int) -> list[Question]:
-    """`count` different questions, the kinds in turn; a seed decides them.
+def questions(task: str, split: Split, count: int, *, seed: int, first: int = 0) -> list[Question]:
+    """`count` different questions, the kinds in turn, behind the `first` ones that a seed draws.
 
     Raises ValueError where there are hardly so many.
     """
+    count += first
     rng = random.Random(f"{task}/{split}/{seed}")
     found: dict[str, Question] = {}
     drawn = 0
@@ -66,7 +69,7 @@ def questions(task: str, split: Split, count: int, *, seed: int) -> list[Questio
         kind = KINDS[task][len(found) % len(KINDS[task])]
         each = question(task, split, rng, kind=kind)
         found.setdefault(each.prompt, each)
-    return list(found.values())
+    return list(found.values())[first:]
 
 
 def pretraining_text(*, task_share: float, seed: int) -> Iterator[str]:
@@ -80,11 +83,14 @@ def pretraining_text(*, task_share: float, seed: int) -> Iterator[str]:
 
 
 def general(rng: random.Random) -> str:
-    """A statement, a count, a line of a table, an order, a copy or a dictionary entry."""
+    """A statement, a count, a line of a table, an order, a copy, an entry, or a text said twice."""
     kind = rng.choices(list(GENERAL), [WEIGHTS.get(each, 1) for each in GENERAL])[0]
+    if kind == "echo":
+        said = general(rng)
+        return f"{said} again : {said}"
     if kind == "glossary":
         return "{} means {} .".format(*rng.sample(rng.choice(GLOSSARY).split(), 2))
-    drawn = DRAWS[kind](rng, False) if kind in DRAWS else {}
+    drawn = DRAWS[kind](rng, "shown") if kind in DRAWS else {}
     return filled(rng.choice(GENERAL[kind]), drawn, rng)
 
 
@@ -99,42 +105,51 @@ def filled(template: str, drawn: Mapping[str, str], rng: random.Random) -> str:
     return text.format(**values)
 
 
-def is_held_out(a: int, b: int) -> bool:
-    """Whether a + b, and with it a + b - b, is one of the sums that no training text says.
+def part_of_sum(a: int, b: int) -> Part:
+    """Who may say a + b, and with it a + b - b: a fifth is held out, a tenth for validation.
 
-    Every pair of last digits is held out with at most one of the tens, so it can be learned.
+    Every pair of last digits is shown with at least two of the four tens, so it can be learned.
     """
-    return (a // 10 + a % 10 + 2 * b) % 5 == 0
+    of_five = (a // 10 + a % 10 + 2 * b) % 5
+    if of_five == 0:
+        return "heldout"
+    return "validation" if of_five == 1 and (a // 10 + b) % 2 else "shown"
 
 
-# What is drawn for each kind; `held` asks for what training never shows.
+def part_of(content: str) -> Part:
+    """Who may say these words, in whatever order they come: by their checksum."""
+    of_ten = zlib.crc32(" ".join(sorted(content.split())).encode()) % 10
+    return "heldout" if of_ten < 2 else "validation" if of_ten == 2 else "shown"
 
 
-def _sum(rng: random.Random, held: bool) -> dict[str, str]:
+# What is drawn for each kind, from one part of the contents.
+
+
+def _sum(rng: random.Random, part: Part) -> dict[str, str]:
     while True:
         a, b = rng.randint(10, 49), rng.randint(1, 6)
-        if is_held_out(a, b) == held:
+        if part_of_sum(a, b) == part:
             return {"a": str(a), "b": str(b), "c": str(a + b)}
 
 
 def _asks(key: str) -> Draw:
     """Draws a sum and asks for one of its parts."""
 
-    def draw(rng: random.Random, held: bool) -> dict[str, str]:
-        drawn = _sum(rng, held)
+    def draw(rng: random.Random, part: Part) -> dict[str, str]:
+        drawn = _sum(rng, part)
         return drawn | {"answer": drawn[key]}
 
     return draw
 
 
-def _held_by(key: str) -> Callable[[Draw], Draw]:
-    """Holds out a fifth of what is drawn, by a checksum of the value `key`."""
+def _divided_by(key: str) -> Callable[[Callable[[random.Random], dict[str, str]]], Draw]:
+    """Draws again until the value `key` is of the part that is asked for."""
 
-    def of(draw: Draw) -> Draw:
-        def drawn_again(rng: random.Random, held: bool) -> dict[str, str]:
+    def of(draw: Callable[[random.Random], dict[str, str]]) -> Draw:
+        def drawn_again(rng: random.Random, part: Part) -> dict[str, str]:
             while True:
-                drawn = draw(rng, held)
-                if (zlib.crc32(drawn[key].encode()) % 5 == 0) == held:
+                drawn = draw(rng)
+                if part_of(drawn[key]) == part:
                     return drawn
 
         return drawn_again
@@ -142,48 +157,48 @@ def _held_by(key: str) -> Callable[[Draw], Draw]:
     return of
 
 
-@_held_by("facts")
-def _order(rng: random.Random, held: bool) -> dict[str, str]:
-    """Two facts about pairs of people, and which of one pair is more, or less, so."""
+@_divided_by("facts")
+def _order(rng: random.Random) -> dict[str, str]:
+    """Two facts about pairs of people, and the one that says who of one pair is more so."""
     people = rng.sample(WORDS["name"].split(), 4)
-    more, less = rng.choice((("taller", "shorter"), ("older", "younger"), ("faster", "slower")))
+    more = rng.choice(("taller", "shorter", "older", "younger", "faster", "slower"))
     high, low = pair = people[:2]
-    facts = [f"{high} is {more} than {low} .", f"{people[2]} is {more} than {people[3]} ."]
+    answer = f"{high} is {more} than {low}"
+    facts = [f"{answer} .", f"{people[2]} is {more} than {people[3]} ."]
     rng.shuffle(facts)
     rng.shuffle(pair)
-    asks_more = rng.random() < 0.5
     return {
         "facts": " ".join(facts),
         "pair": " or ".join(pair),
-        "more": more if asks_more else less,
-        "answer": high if asks_more else low,
+        "more": more,
+        "answer": answer,
     }
 
 
-@_held_by("facts")
-def _rule(rng: random.Random, held: bool) -> dict[str, str]:
+@_divided_by("facts")
+def _rule(rng: random.Random) -> dict[str, str]:
     """Two or three implications about different things, and what follows from one."""
     things = rng.sample(WORDS["thing"].split(), 2 * rng.choice((2, 3)))
-    start, answer = things[:2]
+    start, answer = things[0], " then ".join(things[:2])
     facts = [f"if {x} then {y} ." for x, y in zip(things[::2], things[1::2], strict=True)]
     rng.shuffle(facts)
     return {"facts": " ".join(facts), "start": start, "answer": answer}
 
 
-@_held_by("facts")
-def _chain(rng: random.Random, held: bool) -> dict[str, str]:
-    """Two implications that make a chain, in any order, and what follows last."""
+@_divided_by("facts")
+def _chain(rng: random.Random) -> dict[str, str]:
+    """Two implications that make a chain, in any order, and what follows, step by step."""
     things = rng.sample(WORDS["thing"].split(), 3)
     facts = [f"if {x} then {y} ." for x, y in itertools.pairwise(things)]
     rng.shuffle(facts)
-    return {"facts": " ".join(facts), "start": things[0], "answer": things[-1]}
+    return {"facts": " ".join(facts), "start": things[0], "answer": " then ".join(things)}
 
 
 def _list(change: Callable[[list[str]], str], *, digits: bool | None = None) -> Draw:
     """Draws different letters or digits, and asks for what `change` makes of them."""
 
-    @_held_by("list")
-    def draw(rng: random.Random, held: bool) -> dict[str, str]:
+    @_divided_by("list")
+    def draw(rng: random.Random) -> dict[str, str]:
         as_digits = rng.random() < 0.5 if digits is None else digits
         known = list("0123456789") if as_digits else WORDS["letter"].split()
         items = rng.sample(known, rng.choice((3, 4)))
@@ -192,8 +207,8 @@ def _list(change: Callable[[list[str]], str], *, digits: bool | None = None) -> 
     return draw
 
 
-@_held_by("list")
-def _occurrences(rng: random.Random, held: bool) -> dict[str, str]:
+@_divided_by("list")
+def _occurrences(rng: random.Random) -> dict[str, str]:
     length = rng.choice((3, 4))
     item, *others = rng.sample(WORDS["letter"].split(), 4)
     times = rng.randint(1, 3)
@@ -202,17 +217,18 @@ def _occurrences(rng: random.Random, held: bool) -> dict[str, str]:
     return {"list": " ".join(items), "item": item, "answer": str(times)}
 
 
-def _count(rng: random.Random, held: bool) -> dict[str, str]:
+def _count(rng: random.Random, part: Part) -> dict[str, str]:
     start, step = rng.randint(10, 50), rng.choice((1, 1, -1))
     return {"count": " ".join(str(start + step * at) for at in range(5))}
 
 
-def _copy(rng: random.Random, held: bool) -> dict[str, str]:
+@_divided_by("list")
+def _copy(rng: random.Random) -> dict[str, str]:
     known = rng.choice((list("0123456789"), WORDS["letter"].split()))
     return {"list": " ".join(rng.sample(known, rng.choice((3, 4))))}
 
 
-def _smaller(rng: random.Random, held: bool) -> dict[str, str]:
+def _smaller(rng: random.Random, part: Part) -> dict[str, str]:
     low, high = sorted(rng.sample(range(10), 2))
     return {"low": str(low), "high": str(high)}
 

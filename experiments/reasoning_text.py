@@ -38,7 +38,7 @@ GLOSSARY = (
 )
 
 # How often a kind of general text comes, 1 where nothing is said.
-WEIGHTS = {"table": 8, "copy": 4, "rules": 3, "orders": 2, "chains": 2, "count": 2}
+WEIGHTS = {"echo": 6, "table": 8, "copy": 4, "rules": 4, "orders": 3, "chains": 3, "count": 2}
 
 GENERAL = {
     "statement": (
@@ -95,15 +95,16 @@ GENERAL = {
         "{thing} [leads to|brings] {thing1} in the end .",
     ),
     "rules": (
-        "{facts} there is {start} , so there is {answer} .",
-        "{facts} {start} brings {answer} .",
+        "{facts} there is {start} , so {answer} .",
+        "{facts} what {start} brings : {answer} .",
     ),
-    "orders": ("{facts} so of {pair} the {more} is {answer} .", "{facts} {more} : {answer}"),
+    "orders": ("{facts} so of {pair} : {answer} .", "{facts} {more} of {pair} : {answer}"),
     "chains": (
-        "{facts} there is {start} , so in the end there is {answer} .",
-        "{facts} {start} leads to {answer} in the end .",
+        "{facts} there is {start} , so in the end {answer} .",
+        "{facts} what {start} leads to in the end : {answer} .",
     ),
     "glossary": (),
+    "echo": (),
 }
 
 WORDINGS = {
@@ -125,6 +126,11 @@ WORDINGS = {
             "in the {place} {name} [found|bought|won] {b} {item} and already had {a} . tell the "
             "[total|sum|amount] .",
             "add up the {item} of {name} : first {a} , then {b} more [from|in] the {place} .",
+        ),
+        "validation": (
+            "{name1} [gets|buys] {b} {item} for {name} , who [kept|owned] {a} [before|already] . "
+            "tell the total now .",
+            "what is the amount of {item} when {name} has {a} and then [finds|wins] {b} more ?",
         ),
         "heldout": (
             "at first {name} [had|owned|kept] {a} {item} and [yesterday|later] {name1} brings {b} "
@@ -152,6 +158,11 @@ WORDINGS = {
             "take away the {item} that {name} [sold|ate] : first {c} , then {b} fewer [from|in] "
             "the {place} .",
         ),
+        "validation": (
+            "{name1} [takes|breaks] {b} {item} of {name} , who [kept|owned] {c} before . tell what "
+            "is left now .",
+            "what is the amount of {item} when {name} has {c} and then [loses|sells] {b} of them ?",
+        ),
         "heldout": (
             "at first {name} [had|owned|kept] {c} {item} and [yesterday|later] {name1} takes {b} "
             "of them . what amount is there now ?",
@@ -171,6 +182,10 @@ WORDINGS = {
             "the equation says {unknown} + {b} = {c} . what does {unknown} stand for ?",
             "{c} is the sum of {unknown} and {b} . name {unknown} .",
         ),
+        "validation": (
+            "tell the value of {unknown} , where {unknown} + {b} [makes|equals] {c} .",
+            "{c} [is|equals] {unknown} plus {b} . what is {unknown} then ?",
+        ),
         "heldout": (
             "let {unknown} plus {b} = {c} . then the value of {unknown} is what ?",
             "what number stands for {unknown} , so that {unknown} + {b} [gives|equals] {c} ?",
@@ -186,6 +201,10 @@ WORDINGS = {
             "which number {unknown} gives {a} when {b} is taken from it ?",
             "the equation says {unknown} - {b} = {a} . what does {unknown} stand for ?",
             "{a} is what is left of {unknown} less {b} . name {unknown} .",
+        ),
+        "validation": (
+            "tell the value of {unknown} , where {unknown} - {b} [makes|equals] {a} .",
+            "{a} [is|equals] {unknown} minus {b} . what is {unknown} then ?",
         ),
         "heldout": (
             "let {unknown} minus {b} = {a} . then the value of {unknown} is what ?",
@@ -206,6 +225,10 @@ WORDINGS = {
             "the value of {unknown} is {a} . name {b} + {unknown} .",
             "we add {b} to {unknown} , and {unknown} = {a} . what is the [result|outcome] ?",
         ),
+        "validation": (
+            "tell the value of {unknown} plus {b} , if {unknown} [is|equals] {a} .",
+            "{a} [is|equals] {unknown} . what does {unknown} + {b} give then ?",
+        ),
         "heldout": (
             "we know that {unknown} equals {a} . then the value of {unknown} + {b} is what ?",
             "what number is {unknown} plus {b} , so that {unknown} stands for {a} ?",
@@ -221,6 +244,10 @@ WORDINGS = {
             "{facts} the {more} of {pair} is who ?",
             "give the {more} one , {pair} . {facts}",
             "{facts} of {pair} , find the {more} .",
+        ),
+        "validation": (
+            "who is the {more} one here , {pair} ? {facts}",
+            "{facts} give the name of the {more} of {pair} .",
         ),
         "heldout": (
             "find the name of the {more} one of {pair} . {facts}",
@@ -241,6 +268,10 @@ WORDINGS = {
             "what does {start} lead to ? {facts}",
             "we know this : {facts} and we have {start} . what is there now ?",
         ),
+        "validation": (
+            "give what follows when there is {start} . {facts}",
+            "{facts} what is the outcome of {start} ?",
+        ),
         "heldout": (
             "we have {start} here . {facts} what is the thing to come ?",
             "{facts} now {start} comes , so find what follows .",
@@ -260,6 +291,10 @@ WORDINGS = {
             "what does {start} lead to in the end ? {facts}",
             "we know this : {facts} and we have {start} . give the ending .",
         ),
+        "validation": (
+            "give what follows in the end when there is {start} . {facts}",
+            "{facts} what is the [last|final] outcome of {start} ?",
+        ),
         "heldout": (
             "we have {start} here . {facts} what is the [final|last] thing to come ?",
             "{facts} beginning with {start} , find what follows in the end .",
@@ -275,6 +310,10 @@ WORDINGS = {
             "here is a [list|row|series] : {list} . write it from the end to the start .",
             "what is {list} when we [reverse|flip|invert] it ?",
             "read {list} from right to left .",
+        ),
+        "validation": (
+            "start from the last of {list} and write it to the first .",
+            "what is the reverse of the [list|row] {list} ?",
         ),
         "heldout": (
             "we [flip|invert|reverse] the [row|series] {list} . what is the outcome ?",
@@ -293,6 +332,10 @@ WORDINGS = {
             "what is {list} when we [sort|arrange|order] it ?",
             "put {list} in a [row|series] , smallest first .",
         ),
+        "validation": (
+            "start from the smallest of {list} and write it to the largest .",
+            "what is the order of the [list|row] {list} , smaller first ?",
+        ),
         "heldout": (
             "we [sort|arrange|order] the [row|series] {list} . what is the outcome ?",
             "write the items {list} from the smaller to the larger .",
@@ -308,6 +351,10 @@ WORDINGS = {
             "what is the [last|final] item of {list} ?",
             "the [list|row|series] {list} ends with which one ?",
             "read {list} and [give|tell|name] its ending .",
+        ),
+        "validation": (
+            "find what is at the end of the [list|row] {list} .",
+            "{list} : name its last item .",
         ),
         "heldout": (
             "in the [row|series] {list} , find the one at the end .",
@@ -327,6 +374,10 @@ WORDINGS = {
             "what is the count of {item} in {list} ?",
             "count the letter {item} : {list} .",
             "the [list|row|series] {list} holds {item} how many times ?",
+        ),
+        "validation": (
+            "how many of the letters {list} are {item} ?",
+            "find the number of times that {item} comes in {list} .",
         ),
         "heldout": (
             "in the [row|series] {list} , how many occurrences of {item} are there ?",

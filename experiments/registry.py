@@ -82,6 +82,10 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         tables="Fig 8",
         summary="P99 latency of a step by access pattern, hot set against paging",
     ),
+    "modulated": Experiment(
+        module="experiments.modulated",
+        summary="a LoRA scale with a memory (MaLoRA) against plain LoRA and one without",
+    ),
     "overhead": Experiment(
         module="experiments.overhead",
         tables="Tab 16",
@@ -91,9 +95,18 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         module="experiments.paper_page",
         summary="one page of every table and figure of the paper, its numbers beside ours",
     ),
+    "real_tasks": Experiment(
+        module="experiments.real_tasks",
+        tables="Fig 3",
+        summary="GSM8K, SVAMP, AQuA by adapters and router, BBH asked alone: right answers",
+    ),
     "serving": Experiment(
         module="experiments.serving",
         summary="throughput and latency over arrival rate and adapters: mixed, one at a time",
+    ),
+    "specialists": Experiment(
+        module="experiments.specialists",
+        summary="one budget, K adapters or one of K times the rank: where the curves cross",
     ),
     "strategies": Experiment(
         module="experiments.strategies",
