@@ -6,7 +6,7 @@ import math
 import numbers
 import pathlib
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -220,14 +220,16 @@ def check_out(out: str, owned: Set[str]) -> None:
         raise ValueError(f"Config.out: {error}") from None
 
 
-def deliver(made: pathlib.Path, out: str) -> None:
+def deliver(made: pathlib.Path, out: str, *, owned: Collection[str] = ()) -> None:
     """Copies the folder that a run made to where its config wants it, if it says so.
+
+    owned  names, beside those in `made`, that an earlier delivery may have left in `out`
 
     Raises:
       FileNotFoundError: `made` is not there.
       ValueError: `out` holds files of another kind; nothing is replaced.
     """
-    names = {each.name for each in made.iterdir()}
+    names = {each.name for each in made.iterdir()} | set(owned)
     if out:
         with new_folder(out, owned=names, overwrite=True) as folder:
             shutil.copytree(made, folder, dirs_exist_ok=True)

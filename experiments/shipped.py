@@ -33,7 +33,7 @@ def statistics_of(
 
     return run.artifact(
         "statistics",
-        config={"features": features, "rows": rows, "seed": seed},
+        config={"features": features, "rows": rows, "seed": seed, "format": 2},
         digests={
             "base_digest": base.digest,
             "adapter_digest": adapter.digest,

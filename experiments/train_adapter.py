@@ -201,7 +201,7 @@ def main(config: Config, run) -> None:
         metrics=metrics,
     )
     save_adapter(adapter, made, card=card, overwrite=True)
-    deliver(made, config.out)
+    deliver(made, config.out, owned=ADAPTER_FILES)
     rows = "".join(f"| {name} | {value:.4f} |\n" for name, value in metrics.items())
     run.finish(
         metrics=metrics,
@@ -212,7 +212,7 @@ def main(config: Config, run) -> None:
 
 def found(config: Config, path: pathlib.Path) -> None:
     """Hands out the adapter of a finished run."""
-    deliver(path / config.name, config.out)
+    deliver(path / config.name, config.out, owned=ADAPTER_FILES)
 
 
 def _losses(path: pathlib.Path) -> list[float]:

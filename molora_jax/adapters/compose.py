@@ -39,6 +39,16 @@ def compose(
     ValueError for adapters without statistics, or with those of another base or of other features,
     and for names or contents that repeat.
     """
+    makers = {"statistics": _solved, "arrow": _arrow}
+    if router not in makers:
+        raise ValueError(f"router {router!r} is unknown: expected one of {', '.join(makers)}")
+    adapters = list(adapters)
+    for each in adapters:
+        if not isinstance(each, Adapter):
+            raise ValueError(
+                f"adapters holds a {type(each).__name__}: expected Adapter, the first of the two "
+                "that load_adapter returns"
+            )
     check_distinct(adapters)
     projections = tuple(p for p in PROJECTIONS if any(p in each.projections for each in adapters))
     bank = AdapterBank(
@@ -49,8 +59,7 @@ def compose(
         dtype=dtype,
         base_name=base.name,
     )
-    make = {"statistics": _solved, "arrow": _arrow}[router]
-    made = make(base, adapters, top_k)
+    made = makers[router](base, adapters, top_k)
     for each in adapters:
         bank.load(each)
     return Composition(

@@ -49,7 +49,7 @@ class Composition:
     adapter: it is −1 while its own is not resident, and found again wherever that is loaded.
 
     base_name, base_digest  of the base that adapters and router were trained on
-    column_digests          of each router column's adapter, in order
+    column_digests          of each router column's adapter, in order; "" for a column without one
     labels_used             whether the router's training was told whose own data a token came from
     metrics                 numbers worth keeping with it; one that is not finite is saved as null
     """
@@ -191,7 +191,7 @@ class Composition:
         return [
             f"column {column} (sha256:{digest[:12]})"
             for column, (digest, slot) in columns
-            if slot < 0
+            if slot < 0 and digest
         ]
 
 

@@ -106,7 +106,10 @@ def read_record(folder: Path) -> Record:
         bank=bank,
         adapters=_adapters(check, record["adapters"], bank["num_slots"]),
         router=router,
-        columns=tuple(check.digest(f"columns[{i}]", each) for i, each in enumerate(columns)),
+        columns=tuple(
+            check.digest(f"columns[{i}]", each) if each != "" else ""
+            for i, each in enumerate(columns)
+        ),
         labels_used=record["labels_used"],
         metrics=metrics,
         sha256=check.digest("sha256", record["sha256"]),

@@ -84,7 +84,14 @@ def _order(statistics: Sequence[RouterStatistics], ridge: float) -> list[int]:
                 f"column {column} has no token in the statistics: every adapter needs some of its "
                 "own data before a router can be solved"
             )
-    return sorted(range(len(statistics)), key=lambda column: statistics[column].digest)
+    digests = [each.digest for each in statistics]
+    for column, digest in enumerate(digests):
+        if (first := digests.index(digest)) != column:
+            raise ValueError(
+                f"columns {first} and {column} have the same statistics, so no router could tell "
+                "them apart: leave one of the two adapters out"
+            )
+    return sorted(range(len(statistics)), key=digests.__getitem__)
 
 
 def _solve(

@@ -98,6 +98,16 @@ class RouterStatistics:
             )
 
 
+def few_tokens(count: int, size: int) -> str | None:
+    """A warning where these are too few tokens for so many features (m, or D)."""
+    if count >= 2 * size:
+        return None
+    return (
+        f"router statistics of {count} tokens for {size} features: a router solved from them may "
+        "be no better than chance. Gather more text (rows, seq_len), or fewer features"
+    )
+
+
 @functools.lru_cache(maxsize=8)
 def feature_projection(d_model: int, num_features: int | None) -> Float[np.ndarray, "D m"]:
     """P: N(0, 1/m), the same for the same sizes on every machine; the identity for None."""

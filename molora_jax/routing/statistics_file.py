@@ -1,5 +1,7 @@
 """Router statistics as they travel: a small file in an adapter's folder, bound to it and a base."""
 
+import hashlib
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from molora_jax.files import StoredTensors, read_safetensors
 from molora_jax.routing.statistics import RouterStatistics
 
 STATISTICS_FILE = "router_statistics.safetensors"
-_FORMAT = "1"
+_FORMAT = "2"
+_DTYPES = {"mean": "float32", "deviation": "float32", "correlation": "float16"}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,8 +85,21 @@ class PackedStatistics:
         found.moments *= self.count
         return found
 
+    @property
+    def digest(self) -> str:
+        """sha256 of everything: what was damaged, or put together from two files, has another."""
+        content = hashlib.sha256(
+            f"{self.base} {self.adapter} {self.count} {self.d_model} {self.num_features}".encode()
+        )
+        for name in _DTYPES:
+            content.update(np.ascontiguousarray(getattr(self, name)).tobytes())
+        return content.hexdigest()
+
     def write(self, folder: Path | str) -> Path:
-        """Writes STATISTICS_FILE into an adapter's folder, where PEFT's readers pass over it."""
+        """Writes STATISTICS_FILE into an adapter's folder, where PEFT's readers pass over it.
+
+        A link in its place is replaced, and what it leads to stays.
+        """
         arrays = {name: getattr(self, name) for name in ("mean", "deviation", "correlation")}
         metadata = {
             "format": _FORMAT,
@@ -92,11 +108,17 @@ class PackedStatistics:
             "num_features": str(self.num_features or 0),
             "base": self.base,
             "adapter": self.adapter,
+            "sha256": self.digest,
         }
         path = Path(folder) / STATISTICS_FILE
         # safetensors writes buffers as they lie, whatever the strides, and picking leaves odd ones.
         arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-        path.write_bytes(safetensors_bytes(arrays, metadata=metadata))
+        temporary = path.with_name(f".{path.name}.new-{secrets.token_hex(4)}")
+        try:
+            temporary.write_bytes(safetensors_bytes(arrays, metadata=metadata))
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
         return path
 
 
@@ -126,13 +148,14 @@ def read_packed(folder: Path | str) -> PackedStatistics:
 def _checked(stored: StoredTensors, where: str) -> PackedStatistics:
     about = stored.metadata
     count, D, m = (int(about[name]) for name in ("count", "d_model", "num_features"))
-    mean, deviation, correlation = (
-        stored.get(name) for name in ("mean", "deviation", "correlation")
-    )
+    mean, deviation, correlation = (stored.get(name) for name in _DTYPES)
+    dtypes = [array.dtype.name for array in (mean, deviation, correlation)]
+    if dtypes != list(_DTYPES.values()):
+        raise ValueError(f"arrays of {', '.join(dtypes)}, expected {', '.join(_DTYPES.values())}")
     size = m or D
     shapes = (len(mean), size), (len(mean), size), (len(mean), size * (size - 1) // 2)
     found = mean.shape, deviation.shape, correlation.shape
-    if count < 1 or not 0 <= m < D or found != shapes:
+    if not 1 <= count < 2**53 or not 0 <= m < D or found != shapes:
         raise ValueError(
             f"arrays of shapes {', '.join(map(str, found))} over {count} tokens; expected "
             f"{', '.join(map(str, shapes))} for {m or 'all'} of {D} channels"
@@ -140,16 +163,19 @@ def _checked(stored: StoredTensors, where: str) -> PackedStatistics:
     sound = np.isfinite(mean).all() and (deviation >= 0).all() and np.isfinite(deviation).all()
     if not (sound and (np.abs(correlation) <= 1.001).all()):
         raise ValueError("it has NaN, a correlation over 1 or a negative deviation")
-    return PackedStatistics(
+    packed = PackedStatistics(
         base=about["base"],
         adapter=about["adapter"],
         count=count,
         d_model=D,
         num_features=m or None,
-        mean=mean.astype(np.float32),
-        deviation=deviation.astype(np.float32),
-        correlation=correlation.astype(np.float16),
+        mean=mean,
+        deviation=deviation,
+        correlation=correlation,
     )
+    if packed.digest != about["sha256"]:
+        raise ValueError("its content is not what was written: the sha256 differs")
+    return packed
 
 
 def save_statistics(

@@ -124,14 +124,15 @@ def _compose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", required=True, metavar="NAME", help=_BASE)
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     parser.add_argument("--add_to", metavar="DIR", help="a composition, whose adapters come first")
-    parser.add_argument("--without", type=_names, default=[], metavar="NAME,NAME",
+    parser.add_argument("--without", nargs="+", action="extend", default=[], metavar="NAME",
                         help="of the composition's adapters")  # fmt: skip
-    parser.add_argument("--router", choices=("statistics", "arrow"), default="statistics",
-                        help="made of the statistics beside each adapter, or of the weights alone "
-                        "(%(default)s)")  # fmt: skip
-    parser.add_argument("--top_k", type=_whole, default=1, help="adapters a token (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32",
-                        help="of the bank (%(default)s)")  # fmt: skip
+    parser.add_argument("--router", choices=("statistics", "arrow"),
+                        help="made of the statistics beside each adapter (the default), or of the "
+                        "weights alone")  # fmt: skip
+    parser.add_argument("--top_k", type=_whole,
+                        help="adapters a token; default: the composition's, or 1")  # fmt: skip
+    parser.add_argument("--dtype", choices=DTYPES,
+                        help="of the bank; default: the composition's, or float32")  # fmt: skip
     _overwrite(parser)
 
 

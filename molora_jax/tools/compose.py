@@ -1,62 +1,99 @@
 """`compose`: adapters trained apart and a router that nobody trains, as one folder."""
 
 import argparse
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Literal
 
-from molora_jax.adapters import compose, load_adapter
-from molora_jax.adapters.composition_record import ADAPTERS_FOLDER, read_record
-from molora_jax.models import load_base
+from molora_jax.adapters import Adapter, Composition, compose, load_adapter
+from molora_jax.models import BaseModel, load_base
+from molora_jax.routing import PrototypeRouter, StatisticsRouter
+from molora_jax.routing.statistics import few_tokens
+from molora_jax.routing.statistics_file import STATISTICS_FILE
 from molora_jax.tools.arguments import Misuse, hint, named_paths
 from molora_jax.tools.report import check_free, table
+
+_ROUTERS = {"statistics": StatisticsRouter, "arrow": PrototypeRouter}
 
 
 def run(args: argparse.Namespace) -> int:
     """Composes, saves and returns 0; errors are raised."""
-    paths, sources = _paths(args), [args.add_to] if args.add_to else []
-    check_free(args.out, overwrite=args.overwrite, sources=[*paths.values(), *sources])
-    base = load_base(args.base)
-    loaded = [
-        load_adapter(path, name=name, config=base.config, base_name=base.name)
-        for name, path in paths.items()
-    ]
-    adapters = [adapter for adapter, _ in loaded]
-    made = compose(base, adapters, router=args.router, top_k=args.top_k, dtype=args.dtype)
-    made.save(args.out, overwrite=args.overwrite)
-    tokens = [a.statistics.count if a.statistics else "none" for a in adapters]
-    rows = [(a.name, a.rank, n, a.digest[:12]) for a, n in zip(adapters, tokens, strict=True)]
-    print(table([("adapter", "rank", "statistics of tokens", "digest"), *rows]))
-    for adapter, report in loaded:
-        for text in report.warnings:
-            print(f"  warning: {adapter.name}: {text}")
-    print(
-        f"{args.out}: composition of {len(adapters)} adapters for {base.name}, router "
-        f"'{args.router}', k = {args.top_k}; nothing was trained"
-    )
-    return 0
-
-
-def _paths(args: argparse.Namespace) -> dict[str, str]:
-    """{name: PEFT folder} of the composition to add to, and of those given."""
     if args.without and not args.add_to:
         raise Misuse("--without leaves out adapters of a composition: name one with --add_to")
-    found = {}
-    if args.add_to:
-        folder = Path(args.add_to)
-        names = [each.name for each in read_record(folder).adapters]
-        for name in args.without:
-            if name not in names:
-                raise Misuse(
-                    f"--without: the composition has no adapter {name!r}{hint(name, names)} (it "
-                    f"has {', '.join(names)})"
-                )
-        found = {
-            name: str(folder / ADAPTERS_FOLDER / name) for name in names if name not in args.without
-        }
-    for name, path in named_paths(args.adapters).items():
-        if name in found:
+    paths = named_paths(args.adapters)
+    before = [args.add_to] if args.add_to else []
+    check_free(args.out, overwrite=args.overwrite, sources=[*paths.values(), *before])
+    base = load_base(args.base)
+    # Loaded whole, so that one which was edited or is of another base is refused.
+    old = Composition.load(args.add_to, base) if args.add_to else None
+    adapters = _kept(old, args.without) if old else []
+    for name, path in paths.items():
+        if any(name == each.name for each in adapters):
             raise Misuse(
                 f"the composition has an adapter {name!r} already: --without {name} leaves it out, "
                 f"OTHER={path} gives the new one another name"
             )
-        found[name] = path
-    return found
+        adapters.append(_read(name, path, base, args.router or _kind_of(old)))
+    made = compose(
+        base,
+        adapters,
+        router=args.router or _kind_of(old),
+        top_k=args.top_k or (old.router.top_k if old else 1),
+        dtype=args.dtype or (old.bank.dtype.name if old else "float32"),
+    )
+    made.save(args.out, overwrite=args.overwrite)
+    _say(args.out, base, adapters, made, old)
+    return 0
+
+
+def _kept(old: Composition, without: Sequence[str]) -> list[Adapter]:
+    names = [name for name in old.column_names if name is not None]
+    for name in without:
+        if name not in names:
+            raise Misuse(
+                f"--without: the composition has no adapter {name!r}{hint(name, names)} (it "
+                f"has {', '.join(names)})"
+            )
+    adapters = {each.name: each.adapter for each in old.bank.list()}
+    return [adapters[name] for name in names if name not in without]
+
+
+def _kind_of(old: Composition | None) -> Literal["statistics", "arrow"]:
+    """What an untrained router is made of; of a trained one there are statistics to try."""
+    return "arrow" if old and isinstance(old.router, PrototypeRouter) else "statistics"
+
+
+def _read(name: str, path: str, base: BaseModel, router: str) -> Adapter:
+    adapter, report = load_adapter(path, name=name, config=base.config, base_name=base.name)
+    for text in report.warnings:
+        if router == "statistics" and STATISTICS_FILE in text:
+            raise ValueError(f"adapter {name!r}: {text}. Or take --router arrow")
+        print(f"  warning: {name}: {text}")
+    return adapter
+
+
+def _say(
+    out: str,
+    base: BaseModel,
+    adapters: Sequence[Adapter],
+    made: Composition,
+    old: Composition | None,
+) -> None:
+    tokens = [each.statistics.count if each.statistics else "none" for each in adapters]
+    rows = [(a.name, a.rank, n, a.digest[:12]) for a, n in zip(adapters, tokens, strict=True)]
+    print(table([("adapter", "rank", "statistics of tokens", "digest"), *rows]))
+    kind = next(name for name, router in _ROUTERS.items() if isinstance(made.router, router))
+    for each in adapters:
+        packed = each.statistics
+        if kind == "statistics" and packed is not None:
+            warning = few_tokens(packed.count, packed.num_features or packed.d_model)
+            if warning:
+                print(f"  warning: {each.name}: {warning}")
+    if old is not None and type(old.router) is not type(made.router):
+        print(
+            f"  the {type(old.router).__name__} of the composition before is replaced by a "
+            f"{type(made.router).__name__}"
+        )
+    print(
+        f"{out}: composition of {len(adapters)} adapters for {base.name}, router '{kind}', "
+        f"k = {made.router.top_k}, {made.bank.dtype.name}; nothing was trained"
+    )

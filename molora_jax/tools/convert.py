@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
             f"{args.out}: checkpoint of step 0 without an optimiser, {count} arrays for "
             f"{2 * len(adapter.modules)} tensors"
         )
+        if had_statistics:
+            print("  router statistics have no place in a checkpoint: not copied")
         print(f"  start from it: train_adapter.Config.init_from = '{args.out}'")
     else:
         save_adapter(adapter, args.out, overwrite=args.overwrite)

@@ -107,6 +107,7 @@ def inspect_adapter(
         "other_tensors": others,
         "loads": refusal is None and not broken,
         "refusal": refusal or ("it has NaN or infinite weights" if broken else None),
+        "statistics": _statistics(adapter, base) if adapter else None,
         "digest": adapter and adapter.digest,
         "file_sha256": file_digest(weights),
         "notes": list(report.notes) if report else [],
@@ -123,6 +124,19 @@ def inspect_adapter(
             "relative_updates": relative,
         }
     return found
+
+
+def _statistics(adapter: Adapter, base: BaseModel | None) -> dict[str, Any] | None:
+    """What the router statistics beside an adapter are of; None where it has none of its own."""
+    packed = adapter.statistics
+    if packed is None:
+        return None
+    return {
+        "tokens": packed.count,
+        "features": packed.num_features or packed.d_model,
+        "base": packed.base,
+        "of_this_base": packed.base == base.digest if base else None,
+    }
 
 
 def inspect_composition(path: Path, base: BaseModel | None = None) -> dict[str, Any]:

@@ -24,6 +24,15 @@ def adapter_text(found: Mapping[str, Any]) -> str:
         ("digest", f"sha256:{found['digest']}" if found["digest"] else "none (it does not load)"),
         ("file", f"sha256:{found['file_sha256']}"),
     ]  # fmt: skip
+    if statistics := found["statistics"]:
+        other = " (ANOTHER BASE)" if statistics["of_this_base"] is False else ""
+        facts.append(
+            (
+                "statistics",
+                f"{statistics['tokens']} tokens, {statistics['features']} features, base "
+                f"sha256:{statistics['base'][:12]}{other}",
+            )
+        )
     if found["nonfinite"]:
         facts.append(("", shortened(f"{k} ({n})" for k, n in found["nonfinite"].items())))
     if against := found.get("against"):

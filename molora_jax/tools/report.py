@@ -54,7 +54,7 @@ def check_free(out: str | Path, *, overwrite: bool, sources: Iterable[str | Path
     """
     path = Path(out)
     for source in sources:
-        if path.expanduser().resolve() == Path(source).expanduser().resolve():
+        if Path(source).expanduser().resolve().is_relative_to(path.expanduser().resolve()):
             raise ValueError(f"{out} is read and would be overwritten: write to another folder")
     if path.exists() and not path.is_dir():
         raise ValueError(f"{out} is a file; expected a folder to write. Choose another path")

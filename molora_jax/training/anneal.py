@@ -40,20 +40,13 @@ class AnnealedOrder:
         batch = self.rows(step)
         told = {
             "temperature": self.config.temperature_at(step),
-            "moving": float(step >= self.config.router_warmup),
+            "moving": float(step >= self.config.held_steps),
         }
         columns = {
             name: np.full((batch.num_rows, 1), value, np.float32) for name, value in told.items()
         }
         leaves = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
         return AnnealedBatch(**leaves, **columns)
-
-
-def held(params: Any, moving: Any) -> Any:
-    """The same parameters, which get their gradient times `moving`."""
-    return jax.tree.map(
-        lambda leaf: moving * leaf + (1 - moving) * jax.lax.stop_gradient(leaf), params
-    )
 
 
 def tempered(router: LearnedRouter, temperature: Any) -> LearnedRouter:

@@ -95,32 +95,37 @@ class AdapterTrainConfig(TrainConfig):
 class AnnealedConfig(TrainConfig):
     """A training of a router whose temperature falls.
 
-    temperature    (first, last): what the router's logits are divided by. It falls geometrically
-                   from the end of the warm-up until `anneal` of the steps are done, and the last
-                   one is folded into the router's weights
-    router_warmup  steps in which the router stands still
+    temperature  (first, last): what the router's logits are divided by. It falls geometrically
+                 until `anneal` of the steps are done, and the last one is folded into the router's
+                 weights
     """
 
     temperature: tuple[float, float] = (1.0, 1.0)
     anneal: float = 0.8
-    router_warmup: int = 0
 
     def __post_init__(self):
         super().__post_init__()
-        _whole(self, "router_warmup", least=0)
         _positive(self, "anneal")
-        for value in self.temperature:
-            if not 0 < value < math.inf:
-                raise ValueError(
-                    f"{type(self).__name__}.temperature must be two positive numbers, got "
-                    f"{self.temperature!r}"
-                )
+        given = self.temperature
+        numbers = isinstance(given, tuple | list) and all(
+            isinstance(each, int | float) and 1e-3 <= each <= 1e3 for each in given
+        )
+        if not numbers or len(given) != 2:
+            raise ValueError(
+                f"{type(self).__name__}.temperature must be two numbers from 0.001 to 1000, the "
+                f"first and the last, got {given!r}"
+            )
+
+    @property
+    def held_steps(self) -> int:
+        """Steps at the start in which the router stands still."""
+        return 0
 
     def temperature_at(self, step: int) -> float:
         """Temperature of a step, counted from 0."""
         first, last = self.temperature
-        whole = max(self.anneal * self.steps - self.router_warmup, 1)
-        share = min(max((step - self.router_warmup) / whole, 0.0), 1.0)
+        whole = max(self.anneal * self.steps - self.held_steps, 1)
+        share = min(max((step - self.held_steps) / whole, 0.0), 1.0)
         return first * (last / first) ** share
 
 

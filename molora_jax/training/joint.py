@@ -24,7 +24,7 @@ from molora_jax.models.digest import params_digest
 from molora_jax.routing import LearnedRouter
 from molora_jax.routing.losses import balance_loss, z_loss
 from molora_jax.routing.select import check_choice
-from molora_jax.training.anneal import AnnealedBatch, AnnealedOrder, held, tempered
+from molora_jax.training.anneal import AnnealedBatch, AnnealedOrder, tempered
 from molora_jax.training.config import AdapterTrainConfig, AnnealedConfig
 from molora_jax.training.data import Batch, BatchOrder
 from molora_jax.training.evaluate import oracle_arm
@@ -46,7 +46,7 @@ class JointTrainConfig(AnnealedConfig, AdapterTrainConfig):
                     output of layer n, one decision for those after it. None: each layer its input
     gate            "softmax", trained densely; or "unit", trained at top_k, straight-through
     router_lr       × lr is the router's learning rate
-    router_warmup   of AnnealedConfig: so that the adapters differ first
+    router_warmup   steps in which the router stands still, so that the adapters differ first
     jitter          standard deviation of the adapters' first B, in units of A's; 0 is PEFT's start
     balance_coef    × K·Σ f·p;    z_coef  × router z-loss
     info_coef       × −I(column of a token; column of its neighbour) in nats, as in invariant
@@ -61,6 +61,7 @@ class JointTrainConfig(AnnealedConfig, AdapterTrainConfig):
     after_layer: int | None = -1
     gate: str = "softmax"
     router_lr: float = 1.0
+    router_warmup: int = 0
     temperature: tuple[float, float] = (1.0, 0.1)
     jitter: float = 0.0
     balance_coef: float = 0.0
@@ -71,11 +72,15 @@ class JointTrainConfig(AnnealedConfig, AdapterTrainConfig):
     def __post_init__(self):
         super().__post_init__()
         check_choice(top_k=self.top_k, num_columns=self.num_adapters, gate=self.gate)
-        for name in ("balance_coef", "z_coef", "info_coef", "jitter"):
+        for name in ("balance_coef", "z_coef", "info_coef", "jitter", "router_warmup"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
         if not 0 < self.router_lr < float("inf"):
             raise ValueError(f"router_lr must be a positive number, got {self.router_lr!r}")
+
+    @property
+    def held_steps(self) -> int:
+        return self.router_warmup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +273,11 @@ class JointLoss:
     def __call__(
         self, params: dict[str, Any], frozen: dict[str, Any], batch: AnnealedBatch
     ) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Array]]:
-        moves = held(params["router"], batch.moving[0, 0])
+        moving = batch.moving[0, 0]
+        moves = jax.tree.map(
+            lambda move: moving * move + (1 - moving) * jax.lax.stop_gradient(move),
+            params["router"],
+        )
         temperature = batch.temperature[0, 0]
         router = moved_router(frozen["router"], moves, frozen["router_lr"], temperature)
         decoder, mask = frozen["decoder"], batch.mask.reshape(-1)

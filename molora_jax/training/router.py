@@ -28,7 +28,7 @@ from molora_jax.routing.metrics import collapse_warning
 from molora_jax.routing.select import check_choice, usable_tokens
 from molora_jax.token_ids import check_token_ids
 from molora_jax.training.adapter import kept_frozen, trainable_line
-from molora_jax.training.anneal import AnnealedBatch, AnnealedOrder, held, tempered
+from molora_jax.training.anneal import AnnealedBatch, AnnealedOrder, tempered
 from molora_jax.training.config import RouterTrainConfig
 from molora_jax.training.data import (
     Batch,
@@ -98,7 +98,7 @@ def train_router(
             "balance": np.float32(config.balance_coef),
             "z": np.float32(config.z_coef),
         }
-        loss: Any = RouterLoss(graph=graph, top_k=config.top_k)
+        loss = RouterLoss(graph=graph, top_k=config.top_k)
         rows = BatchOrder(windows, config.batch_size * config.accumulate, config.seed)
         params, records = fit(
             loss,
@@ -136,16 +136,17 @@ class RouterLoss:
     top_k: int
 
     def __call__(
-        self, params: Any, frozen: dict[str, Any], batch: AnnealedBatch
+        self, params: Any, frozen: dict[str, Any], batch: Batch
     ) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Array]]:
         slots, mask = frozen["column_to_slot"], batch.mask.reshape(-1)
-        params = held(params, batch.moving[0, 0])
         router = nnx.merge(self.graph, params, frozen["router_data"])
+        if isinstance(batch, AnnealedBatch):
+            router = tempered(router, batch.temperature[0, 0])
         out = frozen["decoder"](
             batch.tokens,
             batch.mask,
             adapters=frozen["stacks"],
-            router=tempered(router, batch.temperature[0, 0]),
+            router=router,
             column_to_slot=slots,
         )
         language, weight = next_token_loss(frozen["decoder"].logits(out.hidden), batch)

@@ -2,13 +2,14 @@
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int
+from absl import logging
+from jaxtyping import Array, Bool, Int
 
 from molora_jax.generation.generate import generate
 from molora_jax.generation.sampling import Sampling
 from molora_jax.models import BaseModel
 from molora_jax.models.decoder import Decoder
-from molora_jax.routing.statistics import RouterStatistics
+from molora_jax.routing.statistics import RouterStatistics, few_tokens
 from molora_jax.token_ids import check_token_ids
 from molora_jax.training.data import Batch, make_batch
 
@@ -36,8 +37,18 @@ def gather_statistics(
     prefixes      other foreign text, rows of at least 3/4 of a window
     seed          of the draw and of where the own text begins (a quarter to three quarters in)
 
-    Raises ValueError for a token id that the base does not have, or prefixes that are too short.
+    Where only some of a window's tokens are targets (responses), only these count.
+
+    Raises ValueError for a token id that the base does not have, windows longer than it has
+    positions for, or prefixes that are too short.
     """
+    if max_rows < 1:
+        raise ValueError(f"max_rows is {max_rows}: expected at least 1")
+    if windows.seq_len > base.config.max_positions:
+        raise ValueError(
+            f"windows of {windows.seq_len} tokens: base {base.name!r} has positions for "
+            f"{base.config.max_positions}. Cut shorter ones (seq_len)"
+        )
     check_token_ids(windows.tokens, base.config.vocab_size, name="windows: tokens")
     S = windows.seq_len
     longest = S - S // 4
@@ -55,23 +66,40 @@ def gather_statistics(
     m = num_features if num_features is not None and num_features < D else None
     found = RouterStatistics(config.num_layers, D, num_features=m)
     tokens, mask = np.array(windows.tokens[rows]), np.array(windows.mask[rows])
-    counted = mask.copy()
+    counted = mask & _own(windows, rows)
     for row in range(len(rows)):
         cut = int(rng.integers(S // 4, longest + 1))
         tokens[row, cut:], mask[row, cut:] = tokens[row, : S - cut], mask[row, : S - cut]
-        counted[row, cut:], counted[row, :cut] = mask[row, cut:], False
+        counted[row, cut:], counted[row, :cut] = counted[row, : S - cut].copy(), False
         tokens[row, :cut], mask[row, :cut] = prefixes[rng.integers(len(prefixes)), :cut], True
     for first in range(0, len(rows), _ROWS):
         here = slice(first, first + _ROWS)
         read = make_batch(tokens[here], mask[here], mask[here]).filled(_ROWS)
         inputs = np.asarray(_layer_inputs(base.decoder, read.tokens, read.mask))
         found.add(inputs[:, : len(tokens[here])], counted[here])
+    if not counted.any():
+        raise ValueError(
+            "no token of these windows counts: they are too short, or hold no response to learn"
+        )
+    if found.count and (warning := few_tokens(found.count, m or D)):
+        logging.warning("%s", warning)
     if not found.count:
         raise ValueError(
             f"none of {int(counted.sum())} own tokens has finite layer inputs: the base overflows "
             "on these windows"
         )
     return found
+
+
+def _own(windows: Batch, rows: Int[np.ndarray, " R"]) -> Bool[np.ndarray, "R S"]:
+    """Which tokens are the adapter's to write: all, or those that are targets where some are not.
+
+    The first token of a window, which nothing predicts, and each document's end are no reason.
+    """
+    target = np.zeros((len(rows), windows.seq_len), bool)
+    target[:, 1:] = windows.weights[rows][:, :-1] > 0
+    asked = windows.mask & ~np.pad(windows.weights[:, :-1] > 0, [(0, 0), (1, 0)])
+    return target if asked[:, 1:].any() else windows.mask[rows]
 
 
 def self_written(base: BaseModel, *, length: int, rows: int = 32) -> Int[np.ndarray, "P S"]:

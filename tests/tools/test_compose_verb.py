@@ -50,9 +50,23 @@ def test_adapters_become_a_composition_that_grows_and_shrinks(tool, shipped, bas
     )
     assert grown.code == 0, grown.err
     assert Composition.load(tmp_path / "3", base).column_names == ("a", "b", "c")
-    again = ("--add_to", tmp_path / "3", "--without", "c", "--base", BASE, "--top_k", 2)
-    assert tool("compose", *again, "--out", tmp_path / "again").code == 0
+    again = ("compose", "--add_to", tmp_path / "3", "--base", BASE)
+    assert tool(*again, "--without", "c", "--out", tmp_path / "again").code == 0
     back = Composition.load(tmp_path / "again", base)
+    assert back.router.top_k == 2  # as it was
+    left = tool(*again, "--without", "c", "--without", "a", "--out", tmp_path / "one")
+    assert "chooses among two" in left.err
+    inside = tool("compose", *(tmp_path / "3" / "adapters" / each for each in "ab"), "--base", BASE,
+                  "--out", tmp_path / "3", "--overwrite")  # fmt: skip
+    assert "is read and would be overwritten" in inside.err
+    # Whoever swapped the adapters gets no composition of them.
+    folders = [tmp_path / "3" / "adapters" / each for each in ("a", "b", "x")]
+    for old, new in zip(folders[:2][::-1], folders[:2], strict=True):
+        shutil.copytree(old, new.with_name(f"{new.name}.new"))
+    for each in folders[:2]:
+        shutil.rmtree(each)
+        each.with_name(f"{each.name}.new").rename(each)
+    assert "is not the one the router was trained with" in tool(*again, "--out", tmp_path / "x").err
     np.testing.assert_array_equal(back.router.weights[...], two.router.weights[...])
 
 
@@ -76,11 +90,16 @@ def test_statistics_of_other_weights_do_not_go_with_an_adapter(tool, shipped, ba
     assert adapter.statistics is None
     assert any("another content" in text for text in report.warnings)
     refused = tool("compose", a, b, "--base", BASE, "--out", tmp_path / "out")
-    assert (refused.code, "adapter 'b' came without" in refused.err) == (1, True)
-    (b / STATISTICS_FILE).write_bytes(b"\x10" + b"\0" * 40)
+    assert (refused.code, "of another content" in refused.err) == (1, True)
+    whole = bytearray((a / STATISTICS_FILE).read_bytes())
+    whole[-3] ^= 1
+    (b / STATISTICS_FILE).write_bytes(whole)
     adapter, report = load_adapter(b)
     assert adapter.statistics is None
-    assert any("are not used" in text for text in report.warnings)
+    assert any("the sha256 differs" in text for text in report.warnings)
+    assert (
+        "the sha256 differs" in tool("compose", a, b, "--base", BASE, "--out", tmp_path / "o").err
+    )
     small = tool("convert", a, tmp_path / "small", "--max_rank", 1)
     assert "gather them anew" in small.out
     assert not (tmp_path / "small" / STATISTICS_FILE).exists()
@@ -103,6 +122,10 @@ def test_what_makes_no_composition_is_said_before_anything_is_written(
     assert "chooses among two" in refused(a)[1]
     assert "the same digest ('a' and 'x')" in refused(a, f"x={a}")[1]
     assert refused(a, f"a={b}")[0] == 2
+    (twin,) = copied(shipped, tmp_path, "b")
+    data = ("--base", BASE, "--data", shipped / "a.jsonl", "--seq_len", 16, "--features", 8)
+    assert tool("statistics", twin, *data, "--overwrite").code == 0
+    assert "columns 0 and 1 have the same statistics" in refused(a, twin)[1]
     assert "top_k" in refused(a, b, "--top_k", 3)[1]
     assert "--without" in refused(a, b, "--without", "a")[1]
     tool("compose", a, b, "--base", BASE, "--out", tmp_path / "two")
@@ -113,5 +136,14 @@ def test_what_makes_no_composition_is_said_before_anything_is_written(
     data = shipped / "c.jsonl"
     again = ("statistics", other, "--base", BASE, "--data", data, "--seq_len", 16)
     assert "--overwrite replaces it" in tool(*again).err
+    linked, theirs = other / STATISTICS_FILE, tmp_path / "theirs"
+    linked.rename(theirs)
+    linked.symlink_to(theirs)
+    before = theirs.read_bytes()
+    assert tool(*again, "--features", 4, "--overwrite").code == 0
+    assert (theirs.read_bytes() == before, linked.is_symlink()) == (True, False)
+    assert "4 features" in tool("inspect", other).out
+    few = tool(*again, "--features", 63, "--rows", 1, "--overwrite")
+    assert "may be no better than chance" in few.out
     assert tool(*again, "--features", 4, "--overwrite").code == 0
     assert "different numbers of features (a 8, c 4)" in refused(a, other)[1]

@@ -47,8 +47,8 @@ def test_a_reader_that_has_read_enough_gets_no_trace(folders):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["inspekt", "x"], "unknown 'inspekt' (known: inspect, convert, merge, probe, generate, "
-                           "serve); did you mean 'inspect'?"),
+        (["inspekt", "x"], "unknown 'inspekt' (known: inspect, convert, merge, statistics, "
+                           "compose, probe, generate, serve); did you mean 'inspect'?"),
         ([], "the following arguments are required: VERB"),
         (["merge", "a", "--outt", "b"], "unknown option --outt; did you mean '--out'?"),
         (["inspect"], "required: path"),

@@ -113,20 +113,16 @@ def test_records_say_what_the_router_does(tiny, tmp_path, capsys):
     assert "trainable params" in said
 
 
-def test_the_temperature_falls_and_is_folded_and_a_held_router_stays(tiny):
+def test_the_temperature_falls_and_is_folded(tiny):
     start, _ = train_router(tiny.base, tiny.bank, tiny.train, dataclasses.replace(QUICK, steps=0))
-    held = dataclasses.replace(QUICK, temperature=(4.0, 1.0), router_warmup=QUICK.steps)
-    router, training = train_router(tiny.base, tiny.bank, tiny.train, held)
-    np.testing.assert_array_equal(router.w_in[...], start.w_in[...])
-    assert_close(router.w_out[...], start.w_out[...] / 4)
     falls = dataclasses.replace(QUICK, temperature=(4.0, 0.5), anneal=0.5, lr=1e-6)
     router, falling = train_router(tiny.base, tiny.bank, tiny.train, falls)
     np.testing.assert_allclose(router.w_out[...], start.w_out[...] * 2, atol=1e-3)
     entropy = [record["router_entropy"] for record in falling.records]
-    assert entropy[0] == pytest.approx(training.records[0]["router_entropy"], rel=1e-5)
     assert entropy[-1] < entropy[0] / 2
-    with pytest.raises(ValueError, match=r"temperature must be two positive numbers, got \(1.0, 0"):
-        dataclasses.replace(QUICK, temperature=(1.0, 0.0))
+    for wrong in ((1.0, 0.0), (1e-30, 1.0)):
+        with pytest.raises(ValueError, match="temperature must be two numbers from"):
+            dataclasses.replace(QUICK, temperature=wrong)
 
 
 def test_collapse_is_reported_and_a_balance_loss_prevents_it(tiny, caplog):

@@ -55,6 +55,23 @@ def test_padding_does_not_count_and_rows_are_drawn(base):
     )
 
 
+def test_of_responses_only_their_own_tokens_count(base):
+    own, prefixes = windows(), np.full((1, S), 7)
+    target = np.zeros(own.mask.shape, bool)
+    target[:, 2:4] = True
+    asked = make_batch(own.tokens, own.mask, target)
+    found = gather_statistics(base, asked, prefixes=prefixes, num_features=2)
+    assert found.count == 2 * asked.num_rows
+    target[:] = False
+    with pytest.raises(ValueError, match="no token of these windows counts"):
+        gather_statistics(base, make_batch(own.tokens, own.mask, target), prefixes=prefixes)
+    with pytest.raises(ValueError, match="max_rows is 0"):
+        gather_statistics(base, own, max_rows=0)
+    long = np.ones((1, 4000), int)
+    with pytest.raises(ValueError, match="windows of 4000 tokens: base 'tiny-random' has"):
+        gather_statistics(base, make_batch(long, long > 0, long > 0))
+
+
 def test_the_base_writes_the_same_foreign_text_for_everybody(base):
     text = self_written(base, length=6, rows=3)
     assert text.shape == (3, 6)
