@@ -162,6 +162,15 @@ def test_number_of_columns_is_checked(base, adapters):
         compose(base, adapters, learned_router(base, columns=2))
 
 
+def test_a_column_may_wait_for_an_adapter(tmp_path, base, adapters, learned):
+    digests = [*(each.digest for each in adapters), ""]
+    router = learned_router(base, columns=4)
+    roomy = dataclasses.replace(learned, router=router, column_digests=digests)
+    again = Composition.load(roomy.save(tmp_path / "c"), base)
+    assert again.column_digests == tuple(digests)
+    assert list(again.column_to_slot) == [*learned.column_to_slot, -1]
+
+
 def test_saving_without_a_column_s_adapter_is_refused(tmp_path, learned):
     learned.bank.unload("b")
     with pytest.raises(ValueError, match=r"adapter of column 1 \(sha256:"):
