@@ -107,14 +107,13 @@ def _statistics(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", help="PEFT folder; the file is written into it")
     parser.add_argument("--base", required=True, metavar="NAME", help=_BASE)
     parser.add_argument("--data", required=True, metavar="FILE",
-                        help="its own data, JSON lines with text or messages")  # fmt: skip
+                        help="its own data, JSON lines with text or messages; of "
+                        "these the questions count too: the router has to know them")  # fmt: skip
     parser.add_argument("--features", type=_features, default=256, metavar="M",
                         help="of a layer, or 'all' channels (%(default)s)")  # fmt: skip
     parser.add_argument("--rows", type=_whole, default=64, help="windows read (%(default)s)")
     parser.add_argument("--seq_len", type=_whole, default=128, metavar="S",
                         help="tokens of a window (%(default)s)")  # fmt: skip
-    parser.add_argument("--responses_only", action="store_true",
-                        help="of messages, only the assistant's tokens count")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace those that are there")
 
 

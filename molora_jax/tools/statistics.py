@@ -24,9 +24,7 @@ def run(args: argparse.Namespace) -> int:
     for text in report.warnings:
         if STATISTICS_FILE not in text:  # those are replaced now
             print(f"  warning: {text}")
-    windows, _ = read_windows(
-        args.data, base.tokenizer, seq_len=args.seq_len, responses_only=args.responses_only
-    )
+    windows, _ = read_windows(args.data, base.tokenizer, seq_len=args.seq_len)
     found = gather_statistics(base, windows, num_features=args.features, max_rows=args.rows)
     save_statistics(found, folder, base_digest=base.digest, adapter_digest=adapter.digest)
     print(

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 from absl import logging
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from molora_jax.generation.generate import generate
 from molora_jax.generation.sampling import Sampling
@@ -37,7 +37,7 @@ def gather_statistics(
     prefixes      other foreign text, rows of at least 3/4 of a window
     seed          of the draw and of where the own text begins (a quarter to three quarters in)
 
-    Where only some of a window's tokens are targets (responses), only these count.
+    Every real token counts, a question's as well as its answer's: the router has to know both.
 
     Raises ValueError for a token id that the base does not have, windows longer than it has
     positions for, or prefixes that are too short.
@@ -66,21 +66,17 @@ def gather_statistics(
     m = num_features if num_features is not None and num_features < D else None
     found = RouterStatistics(config.num_layers, D, num_features=m)
     tokens, mask = np.array(windows.tokens[rows]), np.array(windows.mask[rows])
-    counted = mask & _own(windows, rows)
+    counted = mask.copy()
     for row in range(len(rows)):
         cut = int(rng.integers(S // 4, longest + 1))
         tokens[row, cut:], mask[row, cut:] = tokens[row, : S - cut], mask[row, : S - cut]
-        counted[row, cut:], counted[row, :cut] = counted[row, : S - cut].copy(), False
+        counted[row, cut:], counted[row, :cut] = mask[row, cut:], False
         tokens[row, :cut], mask[row, :cut] = prefixes[rng.integers(len(prefixes)), :cut], True
     for first in range(0, len(rows), _ROWS):
         here = slice(first, first + _ROWS)
         read = make_batch(tokens[here], mask[here], mask[here]).filled(_ROWS)
         inputs = np.asarray(_layer_inputs(base.decoder, read.tokens, read.mask))
         found.add(inputs[:, : len(tokens[here])], counted[here])
-    if not counted.any():
-        raise ValueError(
-            "no token of these windows counts: they are too short, or hold no response to learn"
-        )
     if found.count and (warning := few_tokens(found.count, m or D)):
         logging.warning("%s", warning)
     if not found.count:
@@ -89,17 +85,6 @@ def gather_statistics(
             "on these windows"
         )
     return found
-
-
-def _own(windows: Batch, rows: Int[np.ndarray, " R"]) -> Bool[np.ndarray, "R S"]:
-    """Which tokens are the adapter's to write: all, or those that are targets where some are not.
-
-    The first token of a window, which nothing predicts, and each document's end are no reason.
-    """
-    target = np.zeros((len(rows), windows.seq_len), bool)
-    target[:, 1:] = windows.weights[rows][:, :-1] > 0
-    asked = windows.mask & ~np.pad(windows.weights[:, :-1] > 0, [(0, 0), (1, 0)])
-    return target if asked[:, 1:].any() else windows.mask[rows]
 
 
 def self_written(base: BaseModel, *, length: int, rows: int = 32) -> Int[np.ndarray, "P S"]:
