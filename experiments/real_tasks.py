@@ -137,6 +137,7 @@ class Measured:
 def measured(run, base, sets, config: Config, seed: int) -> Measured:
     """Trains what is not cached, then asks every set in every arm."""
     from experiments.real_tasks_data import training_windows
+    from experiments.shipped import statistics_of
     from molora_jax.adapters import AdapterBank
     from molora_jax.routing import StatisticsRouter
 
@@ -162,37 +163,15 @@ def measured(run, base, sets, config: Config, seed: int) -> Measured:
     pooled = AdapterBank(base.config, num_slots=1, max_rank=len(known) * config.rank)
     pooled.load(folder, name="mixture")
     statistics = [
-        gathered(run, base, adapter, windows, config, seed)
-        for adapter, windows in zip(bank.list(), train, strict=True)
-    ]
+        statistics_of(
+            run, base, each.adapter, windows,
+            features=config.features, rows=config.statistics_rows, seed=seed,
+        ).unpack()
+        for each, windows in zip(bank.list(), train, strict=True)
+    ]  # fmt: skip
     routers = {STATISTICS: StatisticsRouter.solve(statistics, top_k=1), TRAINED: trained}
     scores = asked(base, sets, bank, pooled, routers, config, seed)
     return Measured(scores=scores, curves=curves, label_use=label_use)
-
-
-def gathered(run, base, adapter, windows, config: Config, seed: int):
-    """The statistics that travel with one adapter, as read back from their file."""
-    from molora_jax.routing import load_statistics, save_statistics
-    from molora_jax.training import gather_statistics
-
-    made_for = {"base_digest": base.digest, "adapter_digest": adapter.digest}
-    sizes: dict[str, Any] = {
-        "num_features": config.features,
-        "max_rows": config.statistics_rows,
-        "seed": seed,
-    }
-
-    def make(folder):
-        save_statistics(gather_statistics(base, windows, **sizes), folder, **made_for)
-
-    return run.artifact(
-        "statistics",
-        config=sizes,
-        digests={**made_for, "data": compose.digest_of_windows(windows)},
-        make=make,
-        load=lambda folder: load_statistics(folder, **made_for),
-        phase=f"statistics/{adapter.name}",
-    )
 
 
 def asked(base, sets, bank, pooled, routers, config: Config, seed: int) -> dict[str, dict]:

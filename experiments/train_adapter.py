@@ -181,7 +181,7 @@ def main(config: Config, run) -> None:
         packed = statistics_of(
             run, base, adapter, data, features=config.statistics, seed=config.seed
         )
-        adapter = dataclasses.replace(adapter, statistics=packed)
+        adapter = adapter.with_statistics(packed)
     losses = _losses(run.path / "metrics.jsonl")
     metrics = {"first_loss": losses[0], "last_loss": losses[-1]}
     if config.heldout:

@@ -1,5 +1,6 @@
 """One LoRA adapter on the host, as PEFT stores it: A, B and scale per module, with its identity."""
 
+import copy
 import hashlib
 import math
 from collections import Counter
@@ -80,14 +81,14 @@ class Adapter:
 
     modules     {"layers.3.self_attn.q_proj": LoraPair}, in the order of layers and PROJECTIONS
     config      the adapter_config.json it has in a PEFT folder
-    statistics  what a router must know of its data, where it came with them; must be of its digest
+    statistics  what a router must know of its data, where it came with them (`with_statistics`)
     """
 
     name: str
     modules: Mapping[str, LoraPair]
     config: Mapping[str, Any]
     digest: str = field(init=False)
-    statistics: PackedStatistics | None = field(default=None, kw_only=True)
+    statistics: PackedStatistics | None = field(init=False, default=None)
 
     def __post_init__(self):
         check_label(self.name)
@@ -108,11 +109,6 @@ class Adapter:
         object.__setattr__(self, "modules", MappingProxyType(ordered))
         object.__setattr__(self, "config", MappingProxyType(dict(self.config)))
         object.__setattr__(self, "digest", _digest(ordered))
-        if self.statistics is not None and self.statistics.adapter != self.digest:
-            raise ValueError(
-                f"the router statistics are of adapter sha256:{self.statistics.adapter[:12]}, not "
-                f"of {self.name!r} (sha256:{self.digest[:12]}): gather them for this one"
-            )
 
     @classmethod
     def from_arrays(
@@ -146,6 +142,21 @@ class Adapter:
             num_layers=num_layers,
         )
         return cls(name, modules, config)
+
+    def with_statistics(self, statistics: PackedStatistics) -> "Adapter":
+        """The same adapter, sharing its arrays, with router statistics.
+
+        Raises ValueError for those of another adapter.
+        """
+        if statistics.adapter != self.digest:
+            raise ValueError(
+                f"the router statistics are of an adapter of another content "
+                f"(sha256:{statistics.adapter[:12]}) than {self.name!r} "
+                f"(sha256:{self.digest[:12]}): gather them for this one"
+            )
+        other = copy.copy(self)
+        object.__setattr__(other, "statistics", statistics)
+        return other
 
     def described(self) -> dict[str, Any]:
         """The config for this adapter's PEFT folder: `config`, made to fit where it does not.

@@ -49,7 +49,7 @@ def compose(
                 f"adapters holds a {type(each).__name__}: expected Adapter, the first of the two "
                 "that load_adapter returns"
             )
-    check_distinct(adapters)
+    _check_distinct(adapters)
     projections = tuple(p for p in PROJECTIONS if any(p in each.projections for each in adapters))
     bank = AdapterBank(
         base.config,
@@ -72,7 +72,7 @@ def compose(
     )
 
 
-def check_distinct(adapters: Sequence[Adapter]) -> None:
+def _check_distinct(adapters: Sequence[Adapter]) -> None:
     """ValueError for fewer than two adapters, or two of one name or content."""
     if len(adapters) < 2:
         names = [each.name for each in adapters]

@@ -1,6 +1,5 @@
 """Reading an adapter: every tensor of a PEFT folder finds its place, or the load says which not."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from molora_jax.adapters.peft_keys import (
 )
 from molora_jax.adapters.report import LoadReport, public_base_name
 from molora_jax.hub import same_model
-from molora_jax.routing.statistics_file import STATISTICS_FILE, PackedStatistics, read_packed
+from molora_jax.routing.statistics_file import STATISTICS_FILE, read_packed
 
 
 def load_adapter(
@@ -63,9 +62,12 @@ def load_adapter(
         _check_rank(settings.rank(module_path), module, a, b, name)
         modules[module] = LoraPair(a, b, settings.scale(module_path))
     adapter = Adapter(name, modules, folder.config)
-    statistics, problem = _statistics(folder.path, adapter)
-    adapter = dataclasses.replace(adapter, statistics=statistics) if statistics else adapter
-    warnings += problem
+    try:
+        adapter = adapter.with_statistics(read_packed(folder.path))
+    except FileNotFoundError:
+        pass
+    except ValueError as error:  # another tool may leave the file where it writes another adapter
+        warnings.append(f"{STATISTICS_FILE} is not used: {error}")
     if config is not None:
         adapter.check_fits(config)
     if not allow_nonfinite:
@@ -90,25 +92,6 @@ def load_adapter(
         unmatched=skipped,
     )
     return adapter, report
-
-
-def _statistics(folder: Path, adapter: Adapter) -> tuple[PackedStatistics | None, list[str]]:
-    """Router statistics beside the adapter, if they are its own, and a warning if they are not.
-
-    Other tools pass over the file, and so may leave it where they write another adapter.
-    """
-    try:
-        packed = read_packed(folder)
-    except FileNotFoundError:
-        return None, []
-    except ValueError as error:
-        return None, [f"its router statistics are not used: {error}"]
-    if packed.adapter == adapter.digest:
-        return packed, []
-    return None, [
-        f"{STATISTICS_FILE} is of an adapter of another content (sha256:{packed.adapter[:12]}) and "
-        "not used: gather it anew"
-    ]
 
 
 def _match(

@@ -6,13 +6,11 @@ from typing import Literal
 
 from molora_jax.adapters import Adapter, Composition, compose, load_adapter
 from molora_jax.models import BaseModel, load_base
-from molora_jax.routing import PrototypeRouter, StatisticsRouter
+from molora_jax.routing import PrototypeRouter
 from molora_jax.routing.statistics import few_tokens
 from molora_jax.routing.statistics_file import STATISTICS_FILE
 from molora_jax.tools.arguments import Misuse, hint, named_paths
 from molora_jax.tools.report import check_free, table
-
-_ROUTERS = {"statistics": StatisticsRouter, "arrow": PrototypeRouter}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,6 +23,9 @@ def run(args: argparse.Namespace) -> int:
     base = load_base(args.base)
     # Loaded whole, so that one which was edited or is of another base is refused.
     old = Composition.load(args.add_to, base) if args.add_to else None
+    kind: Literal["statistics", "arrow"] = args.router or (
+        "arrow" if old and isinstance(old.router, PrototypeRouter) else "statistics"
+    )
     adapters = _kept(old, args.without) if old else []
     for name, path in paths.items():
         if any(name == each.name for each in adapters):
@@ -32,16 +33,16 @@ def run(args: argparse.Namespace) -> int:
                 f"the composition has an adapter {name!r} already: --without {name} leaves it out, "
                 f"OTHER={path} gives the new one another name"
             )
-        adapters.append(_read(name, path, base, args.router or _kind_of(old)))
+        adapters.append(_read(name, path, base, kind))
     made = compose(
         base,
         adapters,
-        router=args.router or _kind_of(old),
+        router=kind,
         top_k=args.top_k or (old.router.top_k if old else 1),
         dtype=args.dtype or (old.bank.dtype.name if old else "float32"),
     )
     made.save(args.out, overwrite=args.overwrite)
-    _say(args.out, base, adapters, made, old)
+    _say(args.out, kind, made, old)
     return 0
 
 
@@ -57,11 +58,6 @@ def _kept(old: Composition, without: Sequence[str]) -> list[Adapter]:
     return [adapters[name] for name in names if name not in without]
 
 
-def _kind_of(old: Composition | None) -> Literal["statistics", "arrow"]:
-    """What an untrained router is made of; of a trained one there are statistics to try."""
-    return "arrow" if old and isinstance(old.router, PrototypeRouter) else "statistics"
-
-
 def _read(name: str, path: str, base: BaseModel, router: str) -> Adapter:
     adapter, report = load_adapter(path, name=name, config=base.config, base_name=base.name)
     for text in report.warnings:
@@ -71,29 +67,23 @@ def _read(name: str, path: str, base: BaseModel, router: str) -> Adapter:
     return adapter
 
 
-def _say(
-    out: str,
-    base: BaseModel,
-    adapters: Sequence[Adapter],
-    made: Composition,
-    old: Composition | None,
-) -> None:
+def _say(out: str, kind: str, made: Composition, old: Composition | None) -> None:
+    adapters = [each.adapter for each in made.bank.list()]
     tokens = [each.statistics.count if each.statistics else "none" for each in adapters]
     rows = [(a.name, a.rank, n, a.digest[:12]) for a, n in zip(adapters, tokens, strict=True)]
     print(table([("adapter", "rank", "statistics of tokens", "digest"), *rows]))
-    kind = next(name for name, router in _ROUTERS.items() if isinstance(made.router, router))
     for each in adapters:
         packed = each.statistics
-        if kind == "statistics" and packed is not None:
-            warning = few_tokens(packed.count, packed.num_features or packed.d_model)
-            if warning:
-                print(f"  warning: {each.name}: {warning}")
+        if kind != "statistics" or packed is None:
+            continue
+        if warning := few_tokens(packed.count, packed.num_features or packed.d_model):
+            print(f"  warning: {each.name}: {warning}")
     if old is not None and type(old.router) is not type(made.router):
         print(
             f"  the {type(old.router).__name__} of the composition before is replaced by a "
             f"{type(made.router).__name__}"
         )
     print(
-        f"{out}: composition of {len(adapters)} adapters for {base.name}, router '{kind}', "
+        f"{out}: composition of {len(adapters)} adapters for {made.base_name}, router '{kind}', "
         f"k = {made.router.top_k}, {made.bank.dtype.name}; nothing was trained"
     )

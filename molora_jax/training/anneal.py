@@ -24,6 +24,16 @@ class AnnealedBatch(Batch):
     temperature: Float[Any, "*accumulate B 1"]
     moving: Float[Any, "*accumulate B 1"]
 
+    @classmethod
+    def of(cls, batch: Batch, *, temperature: float = 1.0, moving: bool = True) -> "AnnealedBatch":
+        """The rows of a batch, and what they are told."""
+        leaves = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        told = {
+            name: np.full((batch.num_rows, 1), value, np.float32)
+            for name, value in {"temperature": temperature, "moving": moving}.items()
+        }
+        return cls(**leaves, **told)
+
 
 @dataclasses.dataclass(frozen=True)
 class AnnealedOrder:
@@ -37,16 +47,11 @@ class AnnealedOrder:
         return self.rows.windows
 
     def __call__(self, step: int) -> AnnealedBatch:
-        batch = self.rows(step)
-        told = {
-            "temperature": self.config.temperature_at(step),
-            "moving": float(step >= self.config.held_steps),
-        }
-        columns = {
-            name: np.full((batch.num_rows, 1), value, np.float32) for name, value in told.items()
-        }
-        leaves = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        return AnnealedBatch(**leaves, **columns)
+        return AnnealedBatch.of(
+            self.rows(step),
+            temperature=self.config.temperature_at(step),
+            moving=step >= self.config.held_steps,
+        )
 
 
 def tempered(router: LearnedRouter, temperature: Any) -> LearnedRouter:

@@ -98,7 +98,7 @@ def train_router(
             "balance": np.float32(config.balance_coef),
             "z": np.float32(config.z_coef),
         }
-        loss = RouterLoss(graph=graph, top_k=config.top_k)
+        loss: Any = RouterLoss(graph=graph, top_k=config.top_k)
         rows = BatchOrder(windows, config.batch_size * config.accumulate, config.seed)
         params, records = fit(
             loss,
@@ -136,17 +136,15 @@ class RouterLoss:
     top_k: int
 
     def __call__(
-        self, params: Any, frozen: dict[str, Any], batch: Batch
+        self, params: Any, frozen: dict[str, Any], batch: AnnealedBatch
     ) -> tuple[Float[Array, ""], Float[Array, ""], dict[str, Array]]:
         slots, mask = frozen["column_to_slot"], batch.mask.reshape(-1)
         router = nnx.merge(self.graph, params, frozen["router_data"])
-        if isinstance(batch, AnnealedBatch):
-            router = tempered(router, batch.temperature[0, 0])
         out = frozen["decoder"](
             batch.tokens,
             batch.mask,
             adapters=frozen["stacks"],
-            router=router,
+            router=tempered(router, batch.temperature[0, 0]),
             column_to_slot=slots,
         )
         language, weight = next_token_loss(frozen["decoder"].logits(out.hidden), batch)

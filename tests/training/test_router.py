@@ -23,6 +23,7 @@ from molora_jax.training import (
     train_router,
     uniform_arm,
 )
+from molora_jax.training.anneal import AnnealedBatch, AnnealedOrder
 from molora_jax.training.router import RouterLoss, RouterMonitor, labelled_windows, routing_sums
 from molora_jax.training.router_start import _drawn_rows
 from tests.helpers import assert_close, unchecked_shapes
@@ -188,7 +189,9 @@ def test_untrained_adapters_give_the_router_no_gradient_and_are_refused(tiny):
     norms = {}
     for zero_b in (True, False):
         loss, params, frozen = loss_inputs(tiny, bank_of(tiny, zero_b=zero_b))
-        _, records = fit(loss, params, BatchOrder(windows, 8), QUICK, frozen=frozen)
+        _, records = fit(
+            loss, params, AnnealedOrder(BatchOrder(windows, 8), QUICK), QUICK, frozen=frozen
+        )
         norms[zero_b] = [record["grad_norm"] for record in records]
     assert set(norms[True]) == {0.0}
     assert min(norms[False]) > 0.01
@@ -205,7 +208,9 @@ def test_padding_reaches_no_loss_and_no_statistic(tiny):
     long = jax.tree.map(lambda *leaves: np.concatenate(leaves, axis=1), short, tail.labelled(-1))
     loss, params, frozen = loss_inputs(tiny, bank_of(tiny, zero_b=False))
     frozen["coefs"] = dict.fromkeys(["label", "balance", "z"], np.float32(1))
-    alone, padded = (jax.jit(loss)(params, frozen, batch) for batch in (short, long.filled(6)))
+    alone, padded = (
+        jax.jit(loss)(params, frozen, AnnealedBatch.of(batch)) for batch in (short, long.filled(6))
+    )
     assert float(alone[2]["usable"]) == 4 * 16 * 4
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(padded), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
