@@ -51,10 +51,8 @@ class Config:
     seed: int = 0
 
     def __post_init__(self):
-        check_config(self)
-        for name in ("features", "statistics_rows", "gate_steps", "calibration", "num_seeds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Config.{name} = {getattr(self, name)}: expected at least 1")
+        positive = ("features", "statistics_rows", "gate_steps", "calibration", "num_seeds")
+        check_config(self, least=dict.fromkeys(positive, 1))
         if not 1 <= self.top_k <= KNOWN:
             raise ValueError(
                 f"Config.top_k = {self.top_k}: expected 1 to {KNOWN}, the adapters at the start"

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from experiments import modulated_task as rows
 from experiments.domains import load_domains
+from experiments.run_folder import number
 from molora_jax.adapters import PROJECTIONS, init_adapter
 from molora_jax.models.decoder import Decoder
 from molora_jax.models.digest import params_digest
@@ -203,10 +204,14 @@ def _trained(task: Task, config, arm: str, training: TrainConfig, folder) -> dic
         "curve": [record["val_loss"] for record in points],
         # Of marked rows: loss by the pairs since the mark, and the scale of each layer by the mark.
         "by_distance": [
-            _number(found.mean(distance == pairs)) for pairs in range(int(distance.max()) + 1)
+            number(found.mean(distance == pairs), "loss")
+            for pairs in range(int(distance.max()) + 1)
         ],
         "scale": [
-            [_number(gates[:, held_out.labels == kind].mean(axis=1)[layer]) for kind in (0, 1)]
+            [
+                number(gates[:, held_out.labels == kind].mean(axis=1)[layer], "scale")
+                for kind in (0, 1)
+            ]
             for layer in range(config.layers)
         ]
         if task.name != "text"
@@ -236,11 +241,6 @@ class ModulatedLoss:
         )  # fmt: skip
         loss, weight = next_token_loss(decoder.logits(out.hidden), batch)
         return loss, weight, {}
-
-
-def _number(value: Any) -> float | None:
-    """None for NaN, which JSON lacks: the mean of nothing."""
-    return None if np.isnan(value) else float(value)
 
 
 def _count(tree: Any) -> int:

@@ -55,16 +55,11 @@ class Config:
     seed: int = 0
 
     def __post_init__(self):
-        check_config(self)
         least = {"num_questions": 2, "eval_len": 16, "adapter_len": 16, "eval_bucket": 1}
         least |= dict.fromkeys(
             ("features", "statistics_rows", "shots", "adapter_steps", "num_seeds"), 1
         )
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(
-                    f"Config.{name} = {getattr(self, name)}: expected at least {minimum}"
-                )
+        check_config(self, least=least)
         self.composed(self.seed)  # refuse what training would
 
     def composed(self, seed: int) -> compose.Config:

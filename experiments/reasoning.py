@@ -61,15 +61,10 @@ class Config:
     seed: int = 10
 
     def __post_init__(self):
-        check_config(self)
         # The start of the router keeps a sixth of its rows for the temperature.
         least = {"num_seeds": 1, "num_questions": 4, "router_rows": 2, "seq_len": 2}
         least |= dict.fromkeys(("pretrain_steps", "pretrain_rows", "adapter_steps"), 1)
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ValueError(
-                    f"Config.{name} = {getattr(self, name)}: expected at least {minimum}"
-                )
+        check_config(self, least=least)
         if self.seq_len > MAX_POSITIONS:
             raise ValueError(f"Config.seq_len = {self.seq_len}: expected at most {MAX_POSITIONS}")
         for name in ("small", "large"):

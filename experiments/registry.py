@@ -216,15 +216,20 @@ def place(default: typing.Any = "") -> typing.Any:
     return dataclasses.field(default=default, metadata={"place": True})
 
 
-def check_config(config: typing.Any) -> None:
+def check_config(
+    config: typing.Any, *, least: Mapping[str, float] = types.MappingProxyType({})
+) -> None:
     """Holds every field of a Config to its annotation, since gin checks no types.
 
     An int where a float is wanted becomes a float and a list becomes a tuple, so that equal
     configs have equal hashes however they were written; `~` is expanded where it starts a place.
     Call it first in `__post_init__`.
 
+    Args:
+      least: the smallest value of some fields.
+
     Raises:
-      ValueError: names the class, the field, the value and the type expected.
+      ValueError: names the class, the field, the value and what was expected.
     """
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
@@ -237,6 +242,12 @@ def check_config(config: typing.Any) -> None:
             many = isinstance(value, tuple)
             value = tuple(map(os.path.expanduser, value)) if many else os.path.expanduser(value)
         object.__setattr__(config, field.name, value)
+    for name, bound in least.items():
+        if getattr(config, name) < bound:
+            raise ValueError(
+                f"{type(config).__name__}.{name} = {getattr(config, name)}: expected at least "
+                f"{bound}"
+            )
 
 
 def _fit(value: typing.Any, hint: typing.Any) -> typing.Any:

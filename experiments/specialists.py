@@ -49,16 +49,11 @@ class Config:
     seed: int = 0
 
     def __post_init__(self):
-        check_config(self)
-        for name, least in {
+        check_config(self, least={
             "questions": 2, "pairs": 1, "layers": 2, "base_steps": 0, "rank": 1,
             "steps": 1, "batch_rows": 1, "points": 1, "router_rows": 1, "val_rows": 1,
             "num_seeds": 1,
-        }.items():  # fmt: skip
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"Config.{name} = {getattr(self, name)}: expected at least {least}"
-                )
+        })  # fmt: skip
         if self.width < 8 or self.width % 8:
             raise ValueError(f"Config.width = {self.width}: expected a multiple of 8 (4 heads)")
         shares = list(self.conflicts)

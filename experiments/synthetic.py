@@ -57,15 +57,10 @@ class Config:
     seed: int = 0
 
     def __post_init__(self):
-        check_config(self)
-        for name, least in {
+        check_config(self, least={
             "symbols": 2, "layers": 1, "base_steps": 0, "rows": 1, "val_rows": 1, "seq_len": 8,
             "measure_every": 1, "num_seeds": 1, "more_seeds": 0,
-        }.items():  # fmt: skip
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"Config.{name} = {getattr(self, name)}: expected at least {least}"
-                )
+        })  # fmt: skip
         if self.width < 8 or self.width % 8:
             raise ValueError(f"Config.width = {self.width}: expected a multiple of 8 (4 heads)")
         if self.arms and ("molora" not in self.arms or not set(self.arms) <= set(ARMS)):
