@@ -15,6 +15,7 @@ from jaxtyping import Int
 from experiments import domains
 from molora_jax.models.config import ModelConfig
 from molora_jax.training.data import Batch, make_batch, pack
+from molora_jax.training.pretrain import small_llama
 
 LONGEST = 8  # pairs of a stretch
 VOCABULARY = 256  # bytes; the marked rows use some of the ids
@@ -72,15 +73,4 @@ def text_rows(domain: domains.Domain, *, seq_len: int, most: int) -> tuple[Batch
 
 def sizes(*, width: int, layers: int, seq_len: int) -> ModelConfig:
     """The base of either task: a small Llama over 256 ids, embeddings tied."""
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=width // 4,
-        tie_word_embeddings=True,
-        max_positions=max(seq_len, 64),
-    )
+    return small_llama(VOCABULARY, width=width, layers=layers, seq_len=seq_len)

@@ -15,6 +15,7 @@ from jaxtyping import Int
 
 from molora_jax.models.config import ModelConfig
 from molora_jax.training.data import Batch, make_batch
+from molora_jax.training.pretrain import small_llama
 
 
 def answers(questions: int, domains: int, *, conflict: float, seed: int) -> Int[np.ndarray, "K n"]:
@@ -67,15 +68,4 @@ def base_rows(*, questions: int, marks: int, pairs: int, count: int, seed: int) 
 
 def sizes(*, questions: int, marks: int, width: int, layers: int, pairs: int) -> ModelConfig:
     """The base: a small Llama, embeddings tied."""
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=2 * questions + marks,
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=width // 4,
-        tie_word_embeddings=True,
-        max_positions=max(1 + 2 * pairs, 64),
-    )
+    return small_llama(2 * questions + marks, width=width, layers=layers, seq_len=1 + 2 * pairs)

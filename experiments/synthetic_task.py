@@ -16,6 +16,7 @@ import numpy as np
 from molora_jax.models.config import ModelConfig
 from molora_jax.models.weights import random_arrays
 from molora_jax.training.data import Batch, make_batch
+from molora_jax.training.pretrain import small_llama
 
 MODALITIES = ("text", "image", "audio")
 FREE = 4  # symbols of a segment that nothing foretells; also the length of an image's line
@@ -80,18 +81,7 @@ def _segment(rule: int, grammar, length: int, noise: float, rng) -> list[int]:
 
 def sizes(*, symbols: int, width: int, layers: int, seq_len: int) -> ModelConfig:
     """The base: a small Llama over all vocabularies, embeddings tied."""
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=symbols * len(MODALITIES),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_layers=layers,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=width // 4,
-        tie_word_embeddings=True,
-        max_positions=max(seq_len, 64),
-    )
+    return small_llama(symbols * len(MODALITIES), width=width, layers=layers, seq_len=seq_len)
 
 
 def aligned_start(model: ModelConfig, seed: int) -> dict[str, np.ndarray]:

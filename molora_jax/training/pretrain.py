@@ -16,6 +16,26 @@ from molora_jax.training.loop import fit
 from molora_jax.training.losses import next_token_loss
 
 
+def small_llama(vocab_size: int, *, width: int, layers: int, seq_len: int) -> ModelConfig:
+    """Sizes of a small Llama: 4 heads, an MLP of twice the width, embeddings tied.
+
+    width    a multiple of 8
+    seq_len  tokens of a row; there are positions for 64 at least
+    """
+    return ModelConfig(
+        model_type="llama",
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=width // 4,
+        tie_word_embeddings=True,
+        max_positions=max(seq_len, 64),
+    )
+
+
 def pretrain(
     sizes: ModelConfig,
     batches: Callable[[int], Batch],
