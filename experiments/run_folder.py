@@ -278,8 +278,12 @@ def _claims_table(claims: Sequence[Claim]) -> str:
         [c.id, show(c.paper, c.unit), show(c.ours, c.unit), verdict[c.holds], c.note]
         for c in claims
     ]
-    header = ["claim", "paper", "ours", "at least the paper's", "note"]
-    return "\n## The paper's claims\n\n" + markdown(header, rows)
+    header = ["claim", "paper", "ours", "holds", "note"]
+    meaning = (
+        "A claim with a number of the paper holds where ours is at least as good; one without, "
+        "where it is as its note says.\n\n"
+    )
+    return f"\n## Claims\n\n{meaning}" + markdown(header, rows)
 
 
 def show(value: Number, unit: str = "") -> str:

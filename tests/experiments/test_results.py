@@ -112,7 +112,7 @@ def test_a_run_writes_its_folder(workdir):
     report = (path / "report.md").read_text()
     assert report.startswith("# Title")
     assert "| table15.share | 100 % | 93 % | no | two cores |" in report
-    assert "at least the paper's" in report
+    assert "where ours is at least as good" in report
     last = report.splitlines()[-1]
     assert last.startswith("`python run.py --experiment=toy --scale=cpu --seed=7`")
     assert all(str(value) in last for value in result["environment"].values())
