@@ -181,7 +181,7 @@ def serving(engine, root, *, expected=None, grace_seconds=1.0):
     assert not thread.is_alive()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # what one module compiled may be let go of before the next
 def served(base, tmp_path_factory):
     root = tmp_path_factory.mktemp("root")
     for name, seed in LATER.items():

@@ -67,10 +67,6 @@ def test_a_name_means_its_newest_content(adapters):
 
 
 def test_loading_does_not_disturb_who_is_served_meanwhile(adapters):
-    # Once before: what other modules compiled may have been let go in between (tests/conftest.py).
-    assert load(adapters, "e", "e")[0] == 200
-    assert adapters.call("POST", UNLOAD, {"lora_name": "e"})[0] == 200
-    text(adapters, "base")
     compiled = adapters.metric("molora_compilations_since_warm_up_total")
     names = ["adapter", "table", "learned", "base"] * 3
     with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
