@@ -9,12 +9,15 @@ import os
 import pathlib
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import jax
 from absl import logging
 
 from molora_jax.models.cache import cache_folder, write_atomically
+from molora_jax.parallel.processes import broadcast, is_primary
 
 T = TypeVar("T")
 
@@ -93,6 +96,8 @@ def cached(
     key = digest_of(made_from)
     folder = (cache or cache_folder()) / "artifacts" / kind / key
     partial = folder.with_name(f"{key}.partial")
+    if not is_primary():
+        return _of_the_primary(folder, make, load)
     with lock(folder.with_name(f"{key}.lock"), wait=True):
         if remake:
             shutil.rmtree(folder, ignore_errors=True)
@@ -100,7 +105,7 @@ def cached(
         if folder.exists() and (damage := _damage(folder)):
             logging.warning("cached %s %s is damaged (%s); making it anew", kind, key, damage)
             shutil.rmtree(folder)
-        if folder.exists():
+        if broadcast(folder.exists()):
             logging.info("%s %s: from the cache", kind, key)
         else:
             partial.mkdir(parents=True, exist_ok=True)
@@ -112,6 +117,25 @@ def cached(
             write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
             os.replace(partial, folder)
         return load(folder)
+
+
+def _of_the_primary(
+    folder: pathlib.Path, make: Callable[[pathlib.Path], None], load: Callable[[pathlib.Path], T]
+) -> T:
+    """What another process than the first makes of an artifact: the same, and keeps no file of it.
+
+    Processes compute together, so all of them make it where one does.
+    """
+    if not broadcast(None):
+        with tempfile.TemporaryDirectory() as scratch:
+            make(pathlib.Path(scratch))
+            return load(pathlib.Path(scratch))
+    if not folder.exists():
+        raise FileNotFoundError(
+            f"process 0 has {folder} in its cache, and process {jax.process_index()} does not see "
+            "it: MOLORA_CACHE has to lie on a file system that all hosts share"
+        )
+    return load(folder)
 
 
 def _damage(folder: pathlib.Path) -> str | None:

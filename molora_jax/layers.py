@@ -9,9 +9,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from molora_jax.adapters import AdapterStack
+from molora_jax.parallel import local
+from molora_jax.parallel.rules import ROW_SPLIT
 from molora_jax.routing.select import rms_normalize
 from pallas_kernels import DispatchPlan, Routing, lora_deltas
-from pallas_kernels.numerics import rows_times_weight
+from pallas_kernels.numerics import layer_of, rows_times_weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +41,31 @@ class RoutedAdapters:
         adapted = [name for name in bases if name in self.stacks]
         if not adapted:
             return dict(bases)
-        stacks = [self.stacks[name] for name in adapted]
+        stacks, layer = [self.stacks[name] for name in adapted], self.layer
+        if any(local.is_split(each, "fsdp") for each in jax.tree.leaves(stacks)):
+            # Of all layers only this one is gathered.
+            stacks, layer = [whole_stack(layer_of(each, layer)) for each in stacks], None
+        ranks = tuple(each.ranks for each in stacks)
+        by_slot = local.is_split(ranks[0], "slots")
+        # Rows go to the slots that other devices hold, and partial sums come back.
+        x_here = local.to_all_slots(x) if by_slot else x
         deltas = lora_deltas(
-            x,
+            x_here,
             tuple(each.lora_a for each in stacks),
             tuple(each.lora_b for each in stacks),
             self.routing,
-            bases=tuple(bases[name] for name in adapted),
-            ranks=tuple(each.ranks for each in stacks),
+            bases=None if by_slot else tuple(bases[name] for name in adapted),
+            ranks=ranks,
             strategy=self.strategy,
             backend=self.backend,
             plan=self.plan,
-            layer=self.layer,
+            layer=layer,
         )
+        if by_slot:
+            deltas = tuple(
+                bases[name] + local.from_all_slots(delta, like=x)
+                for name, delta in zip(adapted, deltas, strict=True)
+            )
         return dict(bases) | dict(zip(adapted, deltas, strict=True))
 
 
@@ -74,10 +88,14 @@ class MoLoRALinear(nnx.Module):
         (y,) = project(x, {name: self}, adapters)
         return y
 
-    def base(self, x: Float[Array, "B S D"]) -> Float[Array, "B S F"]:
-        """x·Wᵀ + b, the frozen projection alone."""
-        y = linear(x, self.weight[...])
-        return y if self.bias is None else y + self.bias[...][None, None, :]
+    def base(self, x: Float[Array, "B S D"], name: str) -> Float[Array, "B S F"]:
+        """x·Wᵀ + b, the frozen projection alone; of a row-split one the device's part of it."""
+        row_split = name in ROW_SPLIT
+        y = linear(x, local.gathered(self.weight[...], axis=-2 if row_split else -1))
+        if self.bias is None:
+            return y
+        bias = local.once(self.bias[...], like=y) if row_split else self.bias[...]
+        return y + bias[None, None, :]
 
 
 def project(
@@ -85,9 +103,20 @@ def project(
     projections: Mapping[str, MoLoRALinear],
     adapters: RoutedAdapters | None,
 ) -> Sequence[Float[Array, "B S F"]]:
-    """Projections of the same x (q, k, v; gate, up), each with its delta, in their order."""
-    bases = {name: each.base(x) for name, each in projections.items()}
+    """Projections of the same x (q, k, v; gate, up), each with its delta, in their order.
+
+    On a mesh x holds a device's rows. Of a column-split projection the result is the device's
+    columns; of a row-split one (o, down) its part of a sum, which the caller takes (`summed`), once
+    for base and delta together.
+    """
+    bases = {name: each.base(x, name) for name, each in projections.items()}
     return list((bases if adapters is None else adapters.add_to(bases, x)).values())
+
+
+def whole_stack(stack: AdapterStack) -> AdapterStack:
+    """One layer's stack with what lies split over fsdp gathered: the last axis of A and of B."""
+    lora_a, lora_b = (local.gathered(each, axis=-1) for each in (stack.lora_a, stack.lora_b))
+    return AdapterStack(lora_a, lora_b, stack.ranks)
 
 
 def linear(x: Float[Array, "*n D"], weight: Float[Array, "F D"]) -> Float[Array, "*n F"]:

@@ -27,6 +27,8 @@ from molora_jax.adapters.slot_format import (
     zeros,
 )
 from molora_jax.adapters.stack import AdapterStack, Stacks
+from molora_jax.parallel import computing, current_mesh, place
+from molora_jax.parallel.local import constrain_tree
 
 
 class BankFull(ValueError):
@@ -103,14 +105,19 @@ class AdapterBank:
                     "lower max_rank, or name fewer projections"
                 )
         self.num_slots = check_positive("num_slots", num_slots)
+        self._mesh = current_mesh()
+        if self._mesh is not None and self.num_slots % self._mesh.shape["slots"]:
+            raise ValueError(
+                f"num_slots is {self.num_slots}, and the mesh splits the bank over "
+                f"slots={self._mesh.shape['slots']}: give a multiple of that"
+            )
         self._occupants: list[Occupant | None] = [None] * self.num_slots
         self._holds, self._pinned = [0] * self.num_slots, [False] * self.num_slots
         self._last_used, self._clock = [0] * self.num_slots, 0
         self._next_id = 0
         logging.info("allocating %s", str(self).splitlines()[0])
-        self.stacks: Stacks = {
-            name: zeros(self.format.layout(name, self.num_slots)) for name in self.projections
-        }
+        empty = {name: zeros(self.format.layout(name, self.num_slots)) for name in self.projections}
+        self.stacks: Stacks = place(empty, self._mesh, title="adapter bank")
         self._layers: tuple[Stacks, ...] | None = None
 
     @property
@@ -121,7 +128,8 @@ class AdapterBank:
         Made when first asked for and written along from then on; memory holds both.
         """
         if self._layers is None:
-            self._layers = split_layers(self.stacks)
+            with computing(self._mesh):
+                self._layers = split_layers(self.stacks)
         return self._layers
 
     @property
@@ -384,9 +392,10 @@ class AdapterBank:
             host: dict[str, Any] = dict(content)
             transferred = {p: AdapterStack(*arrays) for p, arrays in host.items()}
         transferred = jax.block_until_ready(transferred)
-        self.stacks = write_slot(self.stacks, np.int32(slot), transferred)
-        if self._layers is not None:
-            self._layers = write_layers(self._layers, np.int32(slot), transferred)
+        with computing(self._mesh):
+            self.stacks = write_slot(self.stacks, np.int32(slot), transferred)
+            if self._layers is not None:
+                self._layers = write_layers(self._layers, np.int32(slot), transferred)
 
     def _names(self) -> str:
         return ", ".join(f"{each.slot}: {each.name!r}" for each in self.list()) or "nothing"
@@ -395,16 +404,21 @@ class AdapterBank:
 @functools.partial(jax.jit, donate_argnums=0)
 def write_slot(stacks: Stacks, slot: Int[jax.Array, ""], content: Stacks) -> Stacks:
     """Writes one slot (axis 1) in place. The slot is traced, so one program serves every write."""
-    return jax.tree.map(
+    written = jax.tree.map(
         lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, slot, axis=1),
         stacks,
         content,
     )
+    return constrain_tree(written)
 
 
 @jax.jit
 def split_layers(stacks: Stacks) -> tuple[Stacks, ...]:
     """One dict for each layer, without the layer axis."""
+    return constrain_tree(_by_layer(stacks))
+
+
+def _by_layer(stacks: Stacks) -> tuple[Stacks, ...]:
     num_layers = len(next(iter(stacks.values())).ranks)
     return tuple(jax.tree.map(lambda leaf, at=at: leaf[at], stacks) for at in range(num_layers))
 
@@ -418,5 +432,5 @@ def write_layers(
     def written(whole, part):
         return jax.lax.dynamic_update_index_in_dim(whole, part, slot, axis=0)
 
-    parts = zip(layers, split_layers(content), strict=True)
-    return tuple(jax.tree.map(written, *each) for each in parts)
+    parts = zip(layers, _by_layer(content), strict=True)
+    return constrain_tree(tuple(jax.tree.map(written, *each) for each in parts))

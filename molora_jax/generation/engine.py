@@ -25,6 +25,7 @@ from molora_jax.generation.profiles import Profile, Profiles
 from molora_jax.generation.request import Delta, Generation, Request, TokenLogprobs
 from molora_jax.generation.text_stream import TextStream
 from molora_jax.models.lookup import BaseModel
+from molora_jax.parallel import check_rows, computing, current_mesh, place
 from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing
 
@@ -58,6 +59,9 @@ class Engine:
     max_waiting requests that may wait for a row, the ones after it are refused
     strategy    of the routed delta, as in pallas_kernels
 
+    Made under `parallel.use_mesh`, its weights, rows and cache are split over that mesh; `rows` has
+    to divide.
+
     `submit` and `cancel` may be called from any thread; `step`, `run` and `warm_up` belong to one.
     """
 
@@ -89,15 +93,20 @@ class Engine:
             raise ValueError("profiles route to adapters: give a hot_set that holds them")
         self.profiles = Profiles(profiles or {}, config)
         self.max_waiting, self.strategy = max_waiting, strategy
-        self._tables = jax.device_put(self.profiles.tables)
+        self._mesh = current_mesh()
+        check_rows(rows, self._mesh, what="rows of an engine")
+        self._tables = place(jax.device_put(self.profiles.tables), self._mesh)
+        self._learned = place(self.profiles.learned, self._mesh, title="router")
         # A scan compiles quickly; on a GPU it would copy the weights of every layer. On a CPU the
         # step reads the adapters layer by layer for the same reason; a GPU kernel finds its layer.
-        self._stepper = base.decoder.unstacked()
+        decoder = place(base.decoder, self._mesh, title="base")
+        self._stepper = place(decoder.unstacked(), self._mesh)
         self._on_gpu = jax.default_backend() == "gpu"
-        self._reader = self._stepper if self._on_gpu else base.decoder
-        self._state = programs.empty_state(
+        self._reader = self._stepper if self._on_gpu else decoder
+        state = programs.empty_state(
             base.decoder, rows=rows, context=context, num_columns=self.profiles.num_columns
         )
+        self._state = place(state, self._mesh, title="cache and rows")
         self._programs: dict[str, jax.stages.Compiled] = {}
         self._rows: list[_Row | None] = [None] * rows
         self._waiting: collections.deque[Generation] = collections.deque()
@@ -173,7 +182,10 @@ class Engine:
         for name, (program, arguments) in missing.items():
             if name not in self._programs:
                 chosen = functools.partial(program, strategy=self.strategy)
-                lowered = jax.jit(chosen, donate_argnums=4).lower(*self._shared(name), *arguments)
+                with computing(self._mesh):
+                    lowered = jax.jit(chosen, donate_argnums=4).lower(
+                        *self._shared(name), *place(arguments, self._mesh)
+                    )
                 self._programs[name] = lowered.compile()
         if self.hot_set is not None:
             self.hot_set.bank.warm_up()
@@ -381,9 +393,10 @@ class Engine:
             bank = self.hot_set.bank
             adapters = bank.layers if decoding and not self._on_gpu else bank.stacks
         decoder = self._stepper if decoding else self._reader
-        return decoder, adapters, self.profiles.learned, self._tables, self._state
+        return decoder, adapters, self._learned, self._tables, self._state
 
     def _call(self, name: str, *arguments) -> programs.StepOut:
+        arguments = place(arguments, self._mesh)
         self._state, out = self._programs[name](*self._shared(name), *arguments)
         return jax.device_get(out)
 

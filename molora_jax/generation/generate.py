@@ -11,6 +11,8 @@ import numpy as np
 from molora_jax.adapters import AdapterStack
 from molora_jax.generation.sampling import Sampling, sample
 from molora_jax.models.decoder import Decoder
+from molora_jax.parallel import computing, current_mesh, place
+from molora_jax.parallel.local import constrain, constrain_tree
 from molora_jax.routing.reach import check_reach
 from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing
@@ -85,15 +87,18 @@ def generate(
     if router is not None and adapters is not None:
         check_reach(router, adapters, column_to_slot, vocab_size=config.vocab_size)
 
-    routed = {"adapters": adapters, "router": router, "column_to_slot": column_to_slot}
+    mesh = current_mesh()
+    decoder = place(decoder, mesh)
+    routed = place({"adapters": adapters, "router": router}, mesh)
+    routed["column_to_slot"] = column_to_slot
     knobs = (sampling.temperature, sampling.top_k, sampling.top_p)
-    key = jax.random.key(seed)
-    chosen, routing, cache, state = _prefill(
-        decoder, tokens, mask, routed, jax.random.fold_in(key, 0), knobs,
-        cache_size=min(_round_up(S + max_new_tokens), config.max_positions),
-    )  # fmt: skip
+    with computing(mesh):
+        chosen, routing, cache, state = _prefill(
+            decoder, tokens, mask, routed, _seeded(seed, 0), knobs,
+            cache_size=min(_round_up(S + max_new_tokens), config.max_positions),
+        )  # fmt: skip
     # A step that sliced the layers out of stacked weights would copy all of them for every token.
-    stepper = decoder.unstacked()
+    stepper = place(decoder.unstacked(), mesh)
     steps, routings = [], []
     running = np.ones(len(prompts), bool)
     for step in range(1, max_new_tokens + 1):
@@ -111,9 +116,10 @@ def generate(
         if last and routing is None:
             break
         # The last token is read too when routed: its routing is part of the answer.
-        chosen, each, cache, state = _step(
-            stepper, chosen, cache, state, routed, jax.random.fold_in(key, step), knobs
-        )
+        with computing(mesh):
+            chosen, each, cache, state = _step(
+                stepper, chosen, cache, state, routed, _seeded(seed, step), knobs
+            )
         routings.append(jax.tree.map(np.asarray, each))
         if last:
             break
@@ -136,19 +142,30 @@ def _prefill(decoder, tokens, mask, routed, key, knobs, *, cache_size):
     last = tokens.shape[1] - 1 - jnp.argmax(mask[:, ::-1], axis=1)
     hidden = jnp.take_along_axis(out.hidden, last[:, None, None], axis=1)[:, 0]
     chosen = _next(key, decoder.logits(hidden), knobs)
-    return chosen, out.routing, cache, out.router_state
+    return *_whole(chosen, out.routing), constrain_tree(cache, name="cache"), out.router_state
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def _step(decoder, tokens, cache, router_state, routed, key, knobs):
     out, cache = decoder.decode(tokens, cache, router_state=router_state, **routed)
     chosen = _next(key, decoder.logits(out.hidden[:, 0]), knobs)
-    return chosen, out.routing, cache, out.router_state
+    return *_whole(chosen, out.routing), constrain_tree(cache, name="cache"), out.router_state
+
+
+def _whole(*read):
+    """On a mesh, whole on every device: the host reads them."""
+    return jax.tree.map(constrain, read)
+
+
+def _seeded(seed: int, step: int) -> tuple[np.uint32, np.uint32]:
+    """The key of a step, made inside: an array of one process's device could not go to a mesh."""
+    return np.uint32(seed % 2**32), np.uint32(step)
 
 
 def _next(key, logits, knobs):
     """The next token of each row, −1 where its logits are not finite: the largest would be id 0."""
-    B = logits.shape[0]
+    B, (seed, step) = logits.shape[0], key
+    key = jax.random.fold_in(jax.random.key(seed), step)
     temperature, top_k, top_p = (
         jnp.broadcast_to(jnp.asarray(each, dtype), B)
         for each, dtype in zip(knobs, (jnp.float32, jnp.int32, jnp.float32), strict=True)

@@ -22,8 +22,9 @@ from molora_jax.adapters.stack import Stacks
 from molora_jax.generation.request import MAX_LOGPROBS
 from molora_jax.generation.sampling import Sampling, sample
 from molora_jax.models.decoder import Decoder, KVCache
+from molora_jax.parallel import RowData
+from molora_jax.parallel.local import constrain, constrain_tree
 from molora_jax.routing.control import KEEP, switch_columns
-from molora_jax.routing.fixed import RouterData
 from molora_jax.routing.select import place, select
 from pallas_kernels import Routing
 
@@ -166,7 +167,7 @@ class RowsRouter(nnx.Module):
         layers = (learned.num_layers,) if learned and self.decision == "per_layer" else ()
 
         def held(leaf):
-            return RouterData(jnp.broadcast_to(leaf, (*layers, *leaf.shape)))
+            return RowData(jnp.broadcast_to(leaf, (*layers, *leaf.shape)), rows=-2)
 
         self.slots, self.chooses = held(slots), held(chooses)
         self.columns = held(columns[:, : self.num_columns])
@@ -243,7 +244,7 @@ def prefill(
         _put(state.count, rows, jnp.ones_like(lengths)),
         _put(state.rows, rows, settings),
     )
-    return state, StepOut(**chosen, routing=out.routing)
+    return _lying(state, StepOut(**chosen, routing=out.routing))
 
 
 def _put(whole, rows: Int[Array, " p"], parts):
@@ -300,7 +301,12 @@ def decode(
     )
     chosen = _choose(decoder.logits(out.hidden[:, 0]), rows, state.count)
     state = EngineState(cache, chosen["tokens"], column, state.count + 1, rows)
-    return state, StepOut(**chosen, routing=out.routing)
+    return _lying(state, StepOut(**chosen, routing=out.routing))
+
+
+def _lying(state: EngineState, out: StepOut) -> tuple[EngineState, StepOut]:
+    """On a mesh the cache is split as it was given, and what the host reads is whole."""
+    return constrain_tree(state), jax.tree.map(constrain, out)
 
 
 def _routed(adapters, learned, own: RowSettings, columns, strategy: str) -> dict[str, Any]:

@@ -6,21 +6,27 @@ C router columns.
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from molora_jax.adapters.stack import Stacks
 from molora_jax.layers import MoLoRALinear, RoutedAdapters, linear, project, rms_norm
 from molora_jax.models.config import ModelConfig, rope_frequencies
+from molora_jax.parallel import local
+from molora_jax.parallel.rules import TOKENS
 from molora_jax.routing.reach import check_reach
 from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing, make_plan
+from pallas_kernels.numerics import vary_together
 
 Given = Array | np.ndarray
 KeyValue = tuple[Float[Array, "B Hk T Dh"], Float[Array, "B Hk T Dh"]]
@@ -64,6 +70,22 @@ class KVCache:
     next_slot: Int[Array, " B"]
 
 
+# How they are split over a mesh: the partition in place of each array.
+_SPLIT: dict[str, Any] = {
+    "hidden": P(TOKENS),
+    "routing": P(None, TOKENS),
+    "router_logits": P(None, TOKENS),
+    "layer_inputs": P(None, TOKENS),
+    "router_state": P(TOKENS),
+}
+_SPLIT_CACHE: dict[str, Any] = {
+    "keys": P(TOKENS, "tensor"),
+    "values": P(TOKENS, "tensor"),
+    "filled": P(TOKENS),
+    "next_slot": P(TOKENS),
+}
+
+
 class DecoderLayer(nnx.Module):
     """Attention and gated MLP.
 
@@ -98,16 +120,17 @@ class DecoderLayer(nnx.Module):
         `store(k, v)` takes the new keys and values (B, Hk, S, Dh) and returns all that the queries
         may see, (B, Hk, T, Dh); `visible` (B, S, T) says which of them each query sees.
         """
-        eps = self.config.rms_norm_eps
-        attended, kept = self._attention(
-            rms_norm(x, self.input_norm[...], eps=eps), rope, visible, adapters, store, packed
-        )
-        x = x + attended
-        h = rms_norm(x, self.post_attention_norm[...], eps=eps)
+        eps, split = self.config.rms_norm_eps, local.is_split(x, "tensor")
+        h = rms_norm(local.whole_sequence(x), self.input_norm[...], eps=eps)
+        attended, kept = self._attention(h, rope, visible, adapters, store, packed)
+        x = x + local.summed(attended, split_sequence=split)
+        h = rms_norm(local.whole_sequence(x), self.post_attention_norm[...], eps=eps)
         gate, up = project(h, {"gate_proj": self.gate_proj, "up_proj": self.up_proj}, adapters)
-        return x + self.down_proj(jax.nn.silu(gate) * up, "down_proj", adapters), kept
+        out = self.down_proj(jax.nn.silu(gate) * up, "down_proj", adapters)
+        return x + local.summed(out, split_sequence=split), kept
 
     def _attention(self, x, rope, visible, adapters, store, packed):
+        """x (B, S, D) → (B, S, D), of which a device of a mesh has a part of the sum."""
         c = self.config
         B, S, _ = x.shape
         together = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
@@ -199,7 +222,8 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
         """float32 logits of `DecoderOutput.hidden`, or of any rows of it."""
         head = self.embedding if self.lm_head is None else self.lm_head
-        return linear(hidden, head[...]).astype(jnp.float32)
+        logits = linear(hidden, head[...]).astype(jnp.float32)
+        return local.constrain(logits, TOKENS, *[None] * (hidden.ndim - 2), "tensor")
 
     def __call__(
         self,
@@ -244,8 +268,61 @@ class Decoder(nnx.Module):
             )
         tokens = jnp.asarray(tokens)
         self._check_length("the batch has", tokens.shape[1])
-        mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
-        segments = None if segments is None else jnp.asarray(segments)
+        unroll = unroll or isinstance(self.layers, nnx.List)
+        if not unroll and not isinstance(adapters, Mapping | None):
+            raise ValueError(
+                "adapters are given layer by layer, which a scan over layers cannot read: pass "
+                "AdapterBank.stacks, or unroll=True"
+            )
+        if router is not None and adapters is not None:
+            check_reach(router, adapters, column_to_slot, vocab_size=self.config.vocab_size)
+        check_token_ids(tokens, self.config.vocab_size, mask=mask)
+        read = functools.partial(
+            Decoder._read,
+            strategy=strategy,
+            backend=backend,
+            unroll=unroll,
+            return_layer_inputs=return_layer_inputs,
+            return_keys_values=return_keys_values,
+        )
+        return local.spread(
+            read,
+            {
+                "decoder": self,
+                "tokens": tokens,
+                "mask": jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask),
+                "segments": None if segments is None else jnp.asarray(segments),
+                "adapters": adapters,
+                "router": router,
+                "router_state": None if router_state is None else jnp.asarray(router_state),
+                # numpy outside jit: a scan indexes it with a traced layer's choice.
+                "column_to_slot": None if column_to_slot is None else jnp.asarray(column_to_slot),
+            },
+            DecoderOutput(
+                **_SPLIT,
+                keys_values=P(TOKENS, "tensor") if unroll else P(None, TOKENS, "tensor"),  # type: ignore[arg-type]
+            ),
+            rows=tokens.shape[0],
+            by_row=("tokens", "mask", "segments", "router_state"),
+        )
+
+    def _read(
+        self,
+        tokens,
+        mask,
+        segments,
+        adapters,
+        router,
+        router_state,
+        column_to_slot,
+        *,
+        strategy,
+        backend,
+        unroll,
+        return_layer_inputs,
+        return_keys_values,
+    ) -> DecoderOutput:
+        """`__call__` on the arrays of one device of a mesh, or on all of them."""
         rope = self._rope(positions_of(mask, segments))
         S = tokens.shape[1]
         visible = jnp.tril(jnp.ones((S, S), bool))[None] & mask[:, None, :]
@@ -255,23 +332,17 @@ class Decoder(nnx.Module):
             self, tokens, mask, adapters, router, router_state, column_to_slot, strategy, backend
         )
 
-        unroll = unroll or isinstance(self.layers, nnx.List)
-        if not unroll and not isinstance(adapters, Mapping | None):
-            raise ValueError(
-                "adapters are given layer by layer, which a scan over layers cannot read: pass "
-                "AdapterBank.stacks, or unroll=True"
-            )
-
         def body(carry, layer_slice):
             x, held = carry
             index, layer, stacks, layer_router = layer_slice
-            now, held, logits = decision.at_layer(index, layer_router, x, held)
+            seen = local.whole_sequence(x)
+            now, held, logits = decision.at_layer(index, layer_router, seen, held)
             routed = decision.adapters(stacks, now, index if unroll else None)
             out, keys_values = layer(x, rope, visible, routed, as_is, packed=segments is not None)
             emitted = (
                 None if now is None else now[0],
                 logits,
-                x if return_layer_inputs else None,
+                seen if return_layer_inputs else None,
                 keys_values if return_keys_values else None,
             )
             return (out, held), emitted
@@ -296,13 +367,16 @@ class Decoder(nnx.Module):
                 keys_values = keys, values
         else:
             layers = (jnp.arange(self.config.num_layers), self.layers, adapters, sliced_router)
-            carry, emitted = jax.lax.scan(body, carry, layers)
+            # Of a weight gathered for its layer nothing is kept for the backward pass.
+            step = jax.checkpoint(body, prevent_cse=False) if local.inside() else body
+            carry, emitted = jax.lax.scan(step, carry, layers)
             routing, logits, layer_inputs, keys_values = emitted
         if decision.kind == "shared":
             logits = logits[router.after_layer + 1][None]
         elif decision.kind == "input":
             logits = None if decision.input_logits is None else decision.input_logits[None]
-        hidden = rms_norm(carry[0], self.norm[...], eps=self.config.rms_norm_eps)
+        x = local.whole_sequence(carry[0])
+        hidden = rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)
         return DecoderOutput(hidden, routing, logits, layer_inputs, decision.state, keys_values)
 
     def prefill(
@@ -362,6 +436,41 @@ class Decoder(nnx.Module):
         whose cache is full writes nothing (an index past the end is dropped); the caller stops it.
         A row that is not `active` uses no adapter, and what comes out of it means nothing.
         """
+        tokens = jnp.asarray(tokens)
+        check_token_ids(tokens, self.config.vocab_size, mask=active)
+        if router is not None and adapters is not None:
+            check_reach(router, adapters, column_to_slot, vocab_size=self.config.vocab_size)
+        return local.spread(
+            functools.partial(Decoder._extend, strategy=strategy, backend=backend),
+            {
+                "decoder": self,
+                "tokens": tokens,
+                "cache": cache,
+                "active": jnp.ones_like(tokens, bool) if active is None else jnp.asarray(active),
+                "adapters": adapters,
+                "router": router,
+                "router_state": None if router_state is None else jnp.asarray(router_state),
+                "column_to_slot": None if column_to_slot is None else jnp.asarray(column_to_slot),
+            },
+            (DecoderOutput(**_SPLIT), KVCache(**_SPLIT_CACHE)),
+            rows=tokens.shape[0],
+            by_row=("tokens", "active", "router_state"),
+        )
+
+    def _extend(
+        self,
+        tokens,
+        cache,
+        active,
+        adapters,
+        router,
+        router_state,
+        column_to_slot,
+        *,
+        strategy,
+        backend,
+    ) -> tuple[DecoderOutput, KVCache]:
+        """`decode` on the arrays of one device of a mesh, or on all of them."""
         rows = jnp.arange(tokens.shape[0])
         # Both are read in their new state only, so that they are updated where they lie: what is
         # needed after its update would be copied first.
@@ -371,8 +480,7 @@ class Decoder(nnx.Module):
         filled = cache.filled | here
         positions = (filled & ~here).sum(axis=1)[:, None]
         visible = filled[:, None, :]
-        tokens = jnp.asarray(tokens)[:, None]
-        active = jnp.ones_like(tokens, bool) if active is None else jnp.asarray(active)[:, None]
+        tokens, active = tokens[:, None], active[:, None]
         decision = _Decision(
             self, tokens, active, adapters, router, router_state, column_to_slot,
             strategy, backend,
@@ -418,16 +526,11 @@ class Decoder(nnx.Module):
     def _embed(
         self, tokens: Int[Array, "B S"], mask: Bool[Array, "B S"] | None = None
     ) -> Float[Array, "B S D"]:
-        """Rows of the embedding.
-
-        A real id outside the vocabulary is refused; inside jit it is NaN, and never another token.
-        """
-        V = self.embedding.shape[0]
-        check_token_ids(tokens, V, mask=mask)
-        known = (tokens >= 0) & (tokens < V)
-        harmless = known if mask is None else known | ~mask  # padding may hold anything
-        x = self.embedding[...][jnp.where(known, tokens, 0)]
-        return jnp.where(harmless[:, :, None], x, jnp.asarray(jnp.nan, x.dtype))
+        """Rows of the embedding; NaN, and never another token, for a real id outside it."""
+        known = (tokens >= 0) & (tokens < self.config.vocab_size)
+        harmless = mask if mask is None else ~mask  # padding may hold anything
+        unknown = jnp.int32(-2) if harmless is None else jnp.where(harmless, -1, -2)
+        return local.lookup(self.embedding[...], jnp.where(known, tokens, unknown))
 
     def _rope(self, positions: Int[Array, "B S"]) -> tuple[Array, Array]:
         frequencies, factor = rope_frequencies(self.config)
@@ -438,24 +541,21 @@ class Decoder(nnx.Module):
 class _Decision:
     """When the router speaks: before the layers, at each, or once after one of them.
 
-    The decision that holds at a layer is a pair (Routing, DispatchPlan | None), the carry of the
-    scan. It is planned once and used by all projections that share it.
+    What holds at a layer is (Routing, Routing of the slots here, DispatchPlan | None), the carry of
+    the scan. It is planned once and used by all projections that share it.
     """
 
     def __init__(
         self, decoder, tokens, mask, adapters, router, state, column_to_slot, strategy, backend
     ):
         self.tokens, self.mask, self.router = tokens, mask, router
-        self.state = None if state is None else jnp.asarray(state)
-        # numpy outside jit: the scan below indexes it with a traced layer's choice.
-        self.column_to_slot = None if column_to_slot is None else jnp.asarray(column_to_slot)
+        self.state, self.column_to_slot = state, column_to_slot
         self.strategy, self.backend = strategy, backend
         self.kind = None if router is None else router.decision
         self.input_logits = None
         if router is not None:
-            check_reach(router, adapters, column_to_slot, vocab_size=decoder.config.vocab_size)
             of_one = adapters if isinstance(adapters, Mapping) else adapters[0]
-            self.num_slots = next(iter(of_one.values())).lora_a.shape[-3]
+            self.stack = next(iter(of_one.values()))
             if (
                 self.kind == "shared"
                 and not -1 <= router.after_layer < decoder.config.num_layers - 1
@@ -466,8 +566,11 @@ class _Decision:
                 )
 
     def _planned(self, routing: Routing):
-        plan = make_plan(routing, self.num_slots, strategy=self.strategy, backend=self.backend)
-        return routing, plan
+        """The decision, what of it concerns the slots that lie here, and the plan of that."""
+        num_slots = self.stack.lora_a.shape[-3]
+        held = local.to_slots(routing, self.stack.ranks, num_slots)
+        plan = make_plan(held, num_slots, strategy=self.strategy, backend=self.backend)
+        return routing, held, plan
 
     def first(self):
         """The decision before layer 0 (no adapter, where the router has not spoken yet)."""
@@ -480,8 +583,10 @@ class _Decision:
             return self._planned(self.router.before(self.mask))
         if self.kind == "shared":
             shape = (self.tokens.size, self.router.top_k)
-            ids = jnp.full(shape, -1, jnp.int32)
-            return self._planned(Routing(ids, jnp.zeros(shape, jnp.float32)))
+            ids, gates = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
+            # Typed as the decision that takes its place, which differs from device to device.
+            ids, gates, _ = vary_together((ids, gates, self.tokens))
+            return self._planned(Routing(ids, gates))
         return None
 
     def at_layer(self, index, layer_router, x, held):
@@ -496,6 +601,7 @@ class _Decision:
             return now, None, logits
         if self.kind == "shared":
             silent = jnp.zeros((self.tokens.size, self.router.num_columns), jnp.float32)
+            silent, _ = vary_together((silent, self.tokens))
             now, logits = jax.lax.cond(
                 index == self.router.after_layer + 1,
                 lambda: speak(self.router),
@@ -507,10 +613,10 @@ class _Decision:
     def adapters(self, stacks, now, layer: int | None) -> RoutedAdapters | None:
         if now is None:
             return None
-        routing, plan = now
+        _, held, plan = now
         if not isinstance(stacks, Mapping):  # a dict for each layer: nothing to find in it
             stacks, layer = stacks[layer], None
-        return RoutedAdapters(stacks, routing, plan, self.strategy, self.backend, layer)
+        return RoutedAdapters(stacks, held, plan, self.strategy, self.backend, layer)
 
 
 def as_is(keys: Array, values: Array) -> KeyValue:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from molora_jax.models.cache import cache_folder, write_atomically
+from molora_jax.parallel.processes import fetch
 
 
 def file_digest(path: str | Path) -> str:
@@ -57,7 +58,7 @@ def params_digest(tree: Any) -> str:
     """
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        array = np.ascontiguousarray(leaf)
+        array = np.ascontiguousarray(fetch(leaf))
         digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
     return digest.hexdigest()

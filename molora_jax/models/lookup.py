@@ -27,6 +27,7 @@ from molora_jax.models.smollm2 import fetch_smollm2
 from molora_jax.models.tiny import tiny_arrays, tiny_config, tiny_tokenizer
 from molora_jax.models.tokenizer import Tokenizer
 from molora_jax.models.weights import DTYPES, load_safetensors, model_files, safetensors_files
+from molora_jax.parallel import check_fits, current_mesh, place
 
 NAMES = ("smollm2-135m", "tiny-random")
 
@@ -196,6 +197,10 @@ def _tiny(name: str, dtype: str) -> BaseModel:
 
 
 def _decoder(config: ModelConfig, arrays: dict) -> Decoder:
+    mesh = current_mesh()
+    if mesh is not None:  # each device gets its part alone
+        check_fits(config, mesh.shape)
+        return Decoder(config, place(arrays, mesh, title="base"))
     # device_put takes aligned host memory over on CPU; jnp.asarray would copy it.
     return Decoder(config, jax.device_put(arrays))
 

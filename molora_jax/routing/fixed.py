@@ -14,6 +14,7 @@ from flax import nnx
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from molora_jax.parallel.rules import RowData
 from molora_jax.routing.select import place, resident_columns
 from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing
@@ -120,7 +121,7 @@ class SequenceRouter(nnx.Module):
             )
         check_columns("row_adapters", row_adapters)
         self.decision, self.top_k = "input", 1
-        self.row_adapters = RouterData(jnp.asarray(row_adapters, jnp.int32))
+        self.row_adapters = RowData(jnp.asarray(row_adapters, jnp.int32), rows=-1)
 
     def __call__(
         self,
@@ -178,8 +179,8 @@ class FixedRouter(nnx.Module):
             count = jnp.maximum((ids >= 0).sum(axis=-1, keepdims=True), 1)
             gates = jnp.broadcast_to(1.0 / count.astype(jnp.float32), ids.shape)
         self.decision, self.top_k = "input", shape[-1]
-        self.adapter_ids = RouterData(ids)
-        self.gates = RouterData(jnp.asarray(gates, jnp.float32))
+        self.adapter_ids = RowData(ids, rows=-3)
+        self.gates = RowData(jnp.asarray(gates, jnp.float32), rows=-3)
 
     def __call__(
         self,

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from molora_jax.adapters import AdapterStack
 from molora_jax.models.decoder import Decoder
+from molora_jax.parallel import computing, current_mesh, fetch, place, place_rows, token_shards
 from molora_jax.routing import FixedRouter
 from molora_jax.routing.reach import check_reach
 from molora_jax.token_ids import check_token_ids
@@ -90,6 +91,9 @@ def evaluate(
     do the base, every single adapter and the oracle when all are given as arms over one bank.
     """
     check_token_ids(windows.tokens, decoder.config.vocab_size)
+    mesh = current_mesh()
+    batch_size += -batch_size % token_shards(mesh)
+    decoder, adapters = place(decoder, mesh), place(adapters, mesh)
     nll, choices = [], []
     for start in range(0, windows.num_rows, batch_size):
         rows = windows.rows(slice(start, start + batch_size))
@@ -97,10 +101,18 @@ def evaluate(
         arm = router if router is None or isinstance(router, nnx.Module) else router(batch)
         if arm is not None and adapters is not None:
             check_reach(arm, adapters, column_to_slot, vocab_size=decoder.config.vocab_size)
-        token, choice = _evaluate_batch(
-            decoder, batch, adapters, arm, column_to_slot, return_routing=return_routing
-        )
-        nll.append(np.asarray(token)[: rows.num_rows])
+        with computing(mesh):
+            token, choice = fetch(
+                _evaluate_batch(
+                    decoder,
+                    place_rows(batch, mesh),
+                    adapters,
+                    place(arm, mesh),
+                    column_to_slot,
+                    return_routing=return_routing,
+                )
+            )
+        nll.append(token[: rows.num_rows])
         choices.append(choice)
     routing = None
     if choices[0] is not None:
@@ -111,9 +123,9 @@ def evaluate(
     return Evaluation(np.concatenate(nll), np.asarray(windows.weights), routing)
 
 
-def _by_row(parts: Sequence[Array | None], windows: Batch) -> np.ndarray | None:
+def _by_row(parts: Sequence[np.ndarray | None], windows: Batch) -> np.ndarray | None:
     """(L, B·S, ·) of each batch → (L, W, S, ·), without the rows that filled the last batch."""
-    arrays = [np.asarray(part) for part in parts if part is not None]
+    arrays = [part for part in parts if part is not None]
     if not arrays:
         return None
     whole = np.concatenate(arrays, axis=1)

@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from molora_jax.models import ModelConfig
+from molora_jax.parallel import computing, current_mesh, fetch, place
 from molora_jax.routing import LearnedRouter
 from molora_jax.routing.closed_form import calibrate, select_tokens, solve_ridge
 from molora_jax.routing.fit import fit_on_features
@@ -110,10 +111,13 @@ def layer_inputs(
 ) -> Iterator[tuple[int, Batch, Float[np.ndarray, "l B S D"]]]:
     """(first row, batch, what the router of each layer reads of it), a few rows at a time."""
     after = config.after_layer
+    mesh = current_mesh()
+    frozen = place(frozen, mesh)
     arm = base_arm if after is not None or config.start_states == "base" else oracle_arm
     for first in range(0, windows.num_rows, ROWS_AT_ONCE):
         batch = windows.rows(slice(first, first + ROWS_AT_ONCE)).filled(ROWS_AT_ONCE)
-        inputs = np.asarray(_layer_inputs(frozen, batch, arm(batch)))
+        with computing(mesh):
+            inputs = fetch(_layer_inputs(frozen, batch, place(arm(batch), mesh)))
         yield first, batch, inputs if after is None else inputs[after + 1][None]
 
 

@@ -9,6 +9,7 @@ from molora_jax.generation.generate import generate
 from molora_jax.generation.sampling import Sampling
 from molora_jax.models import BaseModel
 from molora_jax.models.decoder import Decoder
+from molora_jax.parallel import computing, current_mesh, fetch, place
 from molora_jax.routing.statistics import RouterStatistics, few_tokens
 from molora_jax.token_ids import check_token_ids
 from molora_jax.training.data import Batch, make_batch
@@ -72,10 +73,13 @@ def gather_statistics(
         tokens[row, cut:], mask[row, cut:] = tokens[row, : S - cut], mask[row, : S - cut]
         counted[row, cut:], counted[row, :cut] = mask[row, cut:], False
         tokens[row, :cut], mask[row, :cut] = prefixes[rng.integers(len(prefixes)), :cut], True
+    mesh = current_mesh()
+    decoder = place(base.decoder, mesh)
     for first in range(0, len(rows), _ROWS):
         here = slice(first, first + _ROWS)
         read = make_batch(tokens[here], mask[here], mask[here]).filled(_ROWS)
-        inputs = np.asarray(_layer_inputs(base.decoder, read.tokens, read.mask))
+        with computing(mesh):
+            inputs = fetch(_layer_inputs(decoder, read.tokens, read.mask))
         found.add(inputs[:, : len(tokens[here])], counted[here])
     if found.count and (warning := few_tokens(found.count, m or D)):
         logging.warning("%s", warning)

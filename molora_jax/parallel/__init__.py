@@ -1,0 +1,47 @@
+"""Past one device: a mesh, one table of sharding rules, and several processes that run in step."""
+
+from molora_jax.parallel.mesh import (
+    check_rows,
+    computing,
+    current_mesh,
+    explained,
+    make_mesh,
+    parse_mesh,
+    place,
+    place_rows,
+    token_shards,
+    use_mesh,
+    whole,
+)
+from molora_jax.parallel.processes import (
+    barrier,
+    broadcast,
+    fetch,
+    is_primary,
+    start_processes,
+)
+from molora_jax.parallel.rules import AXES, RULES, TOKENS, RowData, check_fits
+
+__all__ = [
+    "AXES",
+    "RULES",
+    "TOKENS",
+    "RowData",
+    "barrier",
+    "broadcast",
+    "check_fits",
+    "check_rows",
+    "computing",
+    "current_mesh",
+    "explained",
+    "fetch",
+    "is_primary",
+    "make_mesh",
+    "parse_mesh",
+    "place",
+    "place_rows",
+    "start_processes",
+    "token_shards",
+    "use_mesh",
+    "whole",
+]
