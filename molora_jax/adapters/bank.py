@@ -106,10 +106,11 @@ class AdapterBank:
                 )
         self.num_slots = check_positive("num_slots", num_slots)
         self._mesh = current_mesh()
-        if self._mesh is not None and self.num_slots % self._mesh.shape["slots"]:
+        parts = 1 if self._mesh is None else self._mesh.shape["slots"]
+        if self.num_slots % parts and self.num_slots > parts:  # fewer lie whole on every device
             raise ValueError(
-                f"num_slots is {self.num_slots}, and the mesh splits the bank over "
-                f"slots={self._mesh.shape['slots']}: give a multiple of that"
+                f"num_slots is {self.num_slots}, and the mesh splits the bank over slots={parts}: "
+                "give a multiple of that"
             )
         self._occupants: list[Occupant | None] = [None] * self.num_slots
         self._holds, self._pinned = [0] * self.num_slots, [False] * self.num_slots

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from molora_jax.adapters.stack import Stacks
 from molora_jax.layers import MoLoRALinear, RoutedAdapters, linear, project, rms_norm
 from molora_jax.models.config import ModelConfig, rope_frequencies
-from molora_jax.parallel import local
+from molora_jax.parallel import local, tell_pass
 from molora_jax.parallel.rules import TOKENS
 from molora_jax.routing.reach import check_reach
 from molora_jax.token_ids import check_token_ids
@@ -277,6 +277,7 @@ class Decoder(nnx.Module):
         if router is not None and adapters is not None:
             check_reach(router, adapters, column_to_slot, vocab_size=self.config.vocab_size)
         check_token_ids(tokens, self.config.vocab_size, mask=mask)
+        tell_pass(self.config, *tokens.shape, itemsize=self.embedding[...].dtype.itemsize)
         read = functools.partial(
             Decoder._read,
             strategy=strategy,

@@ -92,7 +92,7 @@ def place(tree: Any, mesh: Mesh | None, *, title: str = "") -> Any:
     if mesh is None:
         return tree
     if title and (explain := _TOLD.get()) is not None:
-        explain(explained(title, tree, mesh))
+        explain(explained(title, rules.table(tree, mesh)))
     return jax.tree.map(put, tree, rules.shardings(tree, mesh))
 
 
@@ -144,10 +144,17 @@ def check_rows(rows: int, mesh: Mesh | None, *, what: str = "batch rows") -> Non
         )
 
 
-def explained(title: str, tree: Any, mesh: Mesh) -> str:
-    """How a tree is split, a line for each rule, with bytes of all and of one device."""
-    rows = rules.table(tree, mesh)
-    total = sum(row[2] for row in rows), sum(row[3] for row in rows)
-    lines = [f"{what:38} {split:24} {whole:>15,} {part:>15,}" for what, split, whole, part in rows]
-    header = f"{title:38} {'split over':24} {'bytes':>15} {'on a device':>15}"
-    return "\n".join([header, *lines, f"{'in all':63} {total[0]:>15,} {total[1]:>15,}"])
+def tell_pass(config: Any, B: int, S: int, *, itemsize: int) -> None:
+    """Explains a pass over B rows of S tokens where it is compiled."""
+    mesh, explain = jax.sharding.get_abstract_mesh(), _TOLD.get()
+    if explain is not None and not mesh.empty:
+        lines = rules.table_of_pass(config, B, S, mesh.shape, itemsize=itemsize)
+        explain(explained(f"a pass over {B} x {S} tokens, a layer", lines))
+
+
+def explained(title: str, lines: list[rules.Line]) -> str:
+    """Lines as a table, with their sum."""
+    total = sum(line[2] for line in lines), sum(line[3] for line in lines)
+    rows = [f"{what:38} {split:30} {whole:>15,} {part:>15,}" for what, split, whole, part in lines]
+    header = f"{title:38} {'split over':30} {'bytes':>15} {'on a device':>15}"
+    return "\n".join([header, *rows, f"{'in all':69} {total[0]:>15,} {total[1]:>15,}"])

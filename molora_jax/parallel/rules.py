@@ -60,6 +60,25 @@ RULES = (
 WHOLE = Rule("norms, router, all else", "", ())
 
 
+def activations(
+    config: Any, B: int, S: int
+) -> list[tuple[str, tuple[Entry, ...], tuple[int, ...]]]:
+    """(what, split, shape) of what one pass over B rows of S tokens makes, the decoder's own rules.
+
+    The residual stream lies split along the sequence where tensor divides S.
+    """
+    c = config
+    heads = TOKENS, None, "tensor", None
+    return [
+        ("residual stream (B, S, D)", (TOKENS, "tensor", None), (B, S, c.hidden_size)),
+        ("queries (B, S, H, Dh)", heads, (B, S, c.num_heads, c.head_dim)),
+        ("keys, values (B, S, Hk, Dh)", heads, (B, S, 2 * c.num_kv_heads, c.head_dim)),
+        ("inside the MLP (B, S, F)", (TOKENS, None, "tensor"), (B, S, 2 * c.intermediate_size)),
+        ("router's decision (N, k)", (TOKENS, None), (B * S, 1)),
+        ("logits (B, S, V)", (TOKENS, None, "tensor"), (B, S, c.vocab_size)),
+    ]
+
+
 class RowData(nnx.Variable):
     """What a router holds of each row or token of one batch; split as the batch is.
 
@@ -155,18 +174,36 @@ def shardings(tree: Any, mesh: Mesh, *, split_rows: bool = True) -> Any:
     )
 
 
-def table(tree: Any, mesh: Mesh) -> list[tuple[str, str, int, int]]:
-    """Rows (what, split, bytes of all, bytes of one device), a row for each rule that is used."""
+Line = tuple[str, str, int, int]  # what, how it is split, bytes of all, bytes of one device
+
+
+def table(tree: Any, mesh: Mesh) -> list[Line]:
+    """A line for each rule that the tree uses."""
     rows: dict[str, list] = {}
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     for (path, leaf), spec in zip(leaves, specs(tree, mesh.shape), strict=True):
         rule = rule_of(jax.tree_util.keystr(path, simple=True, separator="/"))
         size = math.prod(leaf.shape) * leaf.dtype.itemsize
-        parts = math.prod(axis_size(axis, mesh.shape) for axis in spec if axis)
         row = rows.setdefault(rule.what, [rule.axes, 0, 0])
         row[1] += size
-        row[2] += size // parts
+        row[2] += size // _parts(spec, mesh.shape)
     return [(what, shown(axes), whole, part) for what, (axes, whole, part) in rows.items()]
+
+
+def table_of_pass(
+    config: Any, B: int, S: int, sizes: Mapping[str, int], *, itemsize: int
+) -> list[Line]:
+    """A line for each kind of array that a pass makes: bytes of one layer, or of the logits."""
+    lines = []
+    for what, axes, shape in activations(config, B, S):
+        size = math.prod(shape) * (8 if "decision" in what else 4 if "logits" in what else itemsize)
+        parts = _parts(fitting(axes, shape, sizes), sizes)
+        lines.append((what, shown(axes), size, size // parts))
+    return lines
+
+
+def _parts(spec: P, sizes: Mapping[str, int]) -> int:
+    return math.prod(axis_size(axis, sizes) for axis in spec if axis)
 
 
 def shown(axes: Sequence) -> str:

@@ -3,6 +3,7 @@
 0 done, 1 failed, 2 misused (and nothing was started).
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -24,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         verb = args.verb
         logger.setLevel(logging.ERROR)  # the verbs print the warnings of what they load themselves
         # Imports JAX, which takes a second or two that --help and a mistake need not wait for.
-        code = importlib.import_module(f"molora_jax.tools.{verb}").run(args)
+        verb_module = importlib.import_module(f"molora_jax.tools.{verb}")
+        with _mesh(getattr(args, "mesh", "")):
+            code = verb_module.run(args)
         sys.stdout.flush()  # here, where a closed pipe is no accident
         return code
     except Misuse as error:
@@ -39,6 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     finally:
         logger.setLevel(level)
+
+
+def _mesh(text: str) -> contextlib.AbstractContextManager:
+    """Splits what a verb loads over the mesh that was asked for."""
+    if not text:
+        return contextlib.nullcontext()
+    from molora_jax.parallel import make_mesh, use_mesh
+
+    try:
+        return use_mesh(make_mesh(text))
+    except ValueError as error:
+        raise Misuse(f"--mesh: {error}") from None
 
 
 def _failed(error: Exception, verb: str, code: int) -> int:

@@ -23,7 +23,7 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """argparse, with one line for a mistake and the nearest known name."""
 
     def __init__(self, **settings: Any):
@@ -45,7 +45,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """A verb's arguments, `verb` among them. Raises Misuse; --help prints and leaves with 0."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m molora_jax.tools", description="Tools for adapter folders and models."
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -150,6 +150,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", nargs="+", action="extend", default=[],
                         metavar="[NAME=]PATH", help="PEFT folders")  # fmt: skip
     parser.add_argument("--composition", metavar="DIR", help="a folder that Composition.save wrote")
+    _mesh(parser)
     parser.add_argument("--only", type=_names, metavar="base,NAME,routed", help="of these arms")
     _text(parser, "--prompt", "what to continue", required=True)
     parser.add_argument("--chat", action="store_true", help="as a user's turn, by the template")
@@ -171,6 +172,7 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what clients call the base; default: its name, or its folder's",
     )
+    _mesh(parser)
     parser.add_argument(
         "--adapters",
         nargs="+",
@@ -277,6 +279,13 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for answers under way when the server is told to stop (%(default)s)",
     )
+
+
+def _mesh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mesh", default="", metavar="AXES",
+        help="devices along data, fsdp, tensor and slots, as data=2,tensor=4; default: one device",
+    )  # fmt: skip
 
 
 def _text(
