@@ -3,11 +3,13 @@
 #   VENV         where the environment lies (default .venv; one made by hand is used as it is)
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-x tests/routing"
 #   FUZZ_INPUTS  how many damaged inputs `make fuzz` tries
+#   KILLS        how many runs `make kill-test` kills
 #   DEVICELESS_ARGS  what to compile for an H200, e.g. DEVICELESS_ARGS="--num_tokens 1024 --rank 64"
 VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
 FUZZ_INPUTS ?= 100000
+KILLS ?= 20
 DEVICELESS_ARGS ?=
 ORACLES := tests/parity/requirements.txt
 CHECKED := run.py molora_jax pallas_kernels experiments
@@ -41,7 +43,7 @@ PARALLEL := -n 2 --dist loadfile --max-worker-restart=0
 # markers of tests that need more than the extra "dev" installs
 NEEDS_MORE := parity or gpu or deviceless
 
-.PHONY: demo test test-long fuzz parity deviceless lint format constraints clean
+.PHONY: demo test test-long kill-test fuzz parity deviceless lint format constraints clean
 
 demo: $(VENV)/.installed
 	$(python) run.py --experiment=compose
@@ -57,6 +59,10 @@ test-long: $(VENV)/.installed-dev
 # Damaged, swapped and lying input of every kind; prints how many were refused and accepted.
 fuzz: $(VENV)/.installed-dev
 	$(python) -m tests.fuzz.run --inputs=$(FUZZ_INPUTS)
+
+# Kills training at random moments, half of them while a checkpoint is written; all go on exactly.
+kill-test: $(VENV)/.installed-dev
+	$(python) -m tests.training.kill_and_resume --kills=$(KILLS)
 
 # The two that install much more; give each an environment of its own: make parity VENV=.venv-parity
 parity: $(VENV)/.installed-oracles

@@ -20,13 +20,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from molora_jax.adapters.stack import Stacks
 from molora_jax.layers import MoLoRALinear, RoutedAdapters, linear, project, rms_norm
+from molora_jax.models.attention import attention, positions_of, rotate
 from molora_jax.models.config import ModelConfig, rope_frequencies
+from molora_jax.models.decision import Decision, at_layer
 from molora_jax.parallel import local, tell_pass
 from molora_jax.parallel.rules import TOKENS
 from molora_jax.routing.reach import check_reach
 from molora_jax.token_ids import check_token_ids
-from pallas_kernels import Routing, make_plan
-from pallas_kernels.numerics import vary_together
+from pallas_kernels import Routing
 
 Given = Array | np.ndarray
 KeyValue = tuple[Float[Array, "B Hk T Dh"], Float[Array, "B Hk T Dh"]]
@@ -142,48 +143,6 @@ class DecoderLayer(nnx.Module):
         all_k, all_v = store(k.swapaxes(1, 2), v.swapaxes(1, 2))
         out = attention(q, all_k, all_v, visible, packed=packed)
         return self.o_proj(out.reshape(B, S, -1), "o_proj", adapters), (all_k, all_v)
-
-
-def attention(
-    q: Float[Array, "B S H Dh"],
-    k: Float[Array, "B Hk T Dh"],
-    v: Float[Array, "B Hk T Dh"],
-    visible: Bool[Array, "B S T"],
-    *,
-    packed: bool = False,
-) -> Float[Array, "B S H Dh"]:
-    """Grouped-query attention; the softmax is in float32.
-
-    Hidden keys get a finite minimum, so that a padding query, which sees nothing, stays finite.
-    Where rows are `packed` with several texts, a value that is not finite reaches the queries that
-    see it alone: a weight of zero would not keep it from the others, since 0 · NaN is NaN.
-    """
-    B, S, H, Dh = q.shape
-    Hk = k.shape[1]
-    precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    grouped = q.reshape(B, S, Hk, H // Hk, Dh)
-    scores = jnp.einsum(
-        "bsngd,bntd->bngst", grouped, k, precision=precision, preferred_element_type=jnp.float32
-    )
-    scores = jnp.where(visible[:, None, None], scores * Dh**-0.5, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    if packed:
-        broken = ~jnp.isfinite(v).all(axis=(1, 3))  # (B, T)
-        v = jnp.where(broken[:, None, :, None], 0, v)
-    out = jnp.einsum("bngst,bntd->bsngd", weights, v, precision=precision).reshape(B, S, H, Dh)
-    if packed:
-        out = jnp.where((visible & broken[:, None]).any(axis=-1)[..., None, None], jnp.nan, out)
-    return out
-
-
-def rotate(
-    x: Float[Array, "B S h Dh"], cos: Float[Array, "B S half"], sin: Float[Array, "B S half"]
-) -> Float[Array, "B S h Dh"]:
-    """Rotary position embedding in half-split order: a head's two halves turn together."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
 
 
 class Decoder(nnx.Module):
@@ -329,7 +288,7 @@ class Decoder(nnx.Module):
         visible = jnp.tril(jnp.ones((S, S), bool))[None] & mask[:, None, :]
         if segments is not None:
             visible &= segments[:, :, None] == segments[:, None, :]
-        decision = _Decision(
+        decision = Decision(
             self, tokens, mask, adapters, router, router_state, column_to_slot, strategy, backend
         )
 
@@ -482,7 +441,7 @@ class Decoder(nnx.Module):
         positions = (filled & ~here).sum(axis=1)[:, None]
         visible = filled[:, None, :]
         tokens, active = tokens[:, None], active[:, None]
-        decision = _Decision(
+        decision = Decision(
             self, tokens, active, adapters, router, router_state, column_to_slot,
             strategy, backend,
         )  # fmt: skip
@@ -539,103 +498,6 @@ class Decoder(nnx.Module):
         return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-class _Decision:
-    """When the router speaks: before the layers, at each, or once after one of them.
-
-    What holds at a layer is (Routing, Routing of the slots here, DispatchPlan | None), the carry of
-    the scan. It is planned once and used by all projections that share it.
-    """
-
-    def __init__(
-        self, decoder, tokens, mask, adapters, router, state, column_to_slot, strategy, backend
-    ):
-        self.tokens, self.mask, self.router = tokens, mask, router
-        self.state, self.column_to_slot = state, column_to_slot
-        self.strategy, self.backend = strategy, backend
-        self.kind = None if router is None else router.decision
-        self.input_logits = None
-        if router is not None:
-            of_one = adapters if isinstance(adapters, Mapping) else adapters[0]
-            self.stack = next(iter(of_one.values()))
-            if (
-                self.kind == "shared"
-                and not -1 <= router.after_layer < decoder.config.num_layers - 1
-            ):
-                raise ValueError(
-                    f"router.after_layer {router.after_layer} leaves no layer to adapt: the model "
-                    f"has {decoder.config.num_layers} layers, numbered from 0; -1 is the embedding"
-                )
-
-    def _planned(self, routing: Routing):
-        """The decision, what of it concerns the slots that lie here, and the plan of that."""
-        num_slots = self.stack.lora_a.shape[-3]
-        held = local.to_slots(routing, self.stack.ranks, num_slots)
-        plan = make_plan(held, num_slots, strategy=self.strategy, backend=self.backend)
-        return routing, held, plan
-
-    def first(self):
-        """The decision before layer 0 (no adapter, where the router has not spoken yet)."""
-        if self.kind == "input":
-            routing, self.input_logits, self.state = self.router(
-                self.tokens, None, self.mask, self.state, self.column_to_slot
-            )
-            return self._planned(routing)
-        if self.kind == "shared" and hasattr(self.router, "before"):
-            return self._planned(self.router.before(self.mask))
-        if self.kind == "shared":
-            shape = (self.tokens.size, self.router.top_k)
-            ids, gates = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32)
-            # Typed as the decision that takes its place, which differs from device to device.
-            ids, gates, _ = vary_together((ids, gates, self.tokens))
-            return self._planned(Routing(ids, gates))
-        return None
-
-    def at_layer(self, index, layer_router, x, held):
-        """What layer `index` with input x uses, what the next layer is handed, and the logits."""
-
-        def speak(router):
-            routing, logits, _ = router(self.tokens, x, self.mask, None, self.column_to_slot)
-            return self._planned(routing), logits
-
-        if self.kind == "per_layer":
-            now, logits = speak(layer_router)
-            return now, None, logits
-        if self.kind == "shared":
-            silent = jnp.zeros((self.tokens.size, self.router.num_columns), jnp.float32)
-            silent, _ = vary_together((silent, self.tokens))
-            now, logits = jax.lax.cond(
-                index == self.router.after_layer + 1,
-                lambda: speak(self.router),
-                lambda: (held, silent),
-            )
-            return now, now, logits
-        return held, held, None
-
-    def adapters(self, stacks, now, layer: int | None) -> RoutedAdapters | None:
-        if now is None:
-            return None
-        _, held, plan = now
-        if not isinstance(stacks, Mapping):  # a dict for each layer: nothing to find in it
-            stacks, layer = stacks[layer], None
-        return RoutedAdapters(stacks, held, plan, self.strategy, self.backend, layer)
-
-
 def as_is(keys: Array, values: Array) -> KeyValue:
     """The `store` of a pass without a cache: queries see the keys and values of the pass itself."""
     return keys, values
-
-
-def at_layer(stacked, index: int):
-    """One layer of a pytree whose every leaf has a leading layer axis."""
-    return jax.tree.map(lambda leaf: leaf[index], stacked)
-
-
-def positions_of(
-    mask: Bool[Array, "B S"], segments: Int[Array, "B S"] | None = None
-) -> Int[Array, "B S"]:
-    """Position of each real token in its own text, 0 for what precedes it: padding takes none."""
-    count = jnp.cumsum(mask, axis=1, dtype=jnp.int32)
-    if segments is not None:
-        begins = jnp.diff(segments, axis=1, prepend=segments[:, :1]) != 0
-        count -= jax.lax.cummax(jnp.where(begins, count - mask, 0), axis=1)
-    return jnp.maximum(count - 1, 0)

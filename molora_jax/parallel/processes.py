@@ -63,7 +63,9 @@ def broadcast(value: T) -> T:
     from jax.experimental import multihost_utils
 
     packed = np.frombuffer(pickle.dumps(value), np.uint8) if is_primary() else np.zeros(0, np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(packed.size)))
+    parts = np.array(divmod(packed.size, 1 << 30), np.int32)  # JAX has no 64 bits by default
+    high, low = np.asarray(multihost_utils.broadcast_one_to_all(parts))
+    size = (int(high) << 30) + int(low)
     # The others' content is ignored, but has to have the shape.
     padded = packed if is_primary() else np.zeros(size, np.uint8)
     return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())

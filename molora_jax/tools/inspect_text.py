@@ -90,6 +90,8 @@ def checkpoint_text(found: Mapping[str, Any]) -> str:
     rows += [(key, dtype, tuple(shape)) for key, (shape, dtype) in found["arrays"].items()]
     lines = [f"training checkpoint of step {found['step']}"]
     lines += [f"  {key:<12}{value}" for key, value in about.items()]
+    # What it was trained on, by digest; the first 12 digits tell files apart.
+    lines += [f"  of {key:<9}{str(v)[:12]}" for key, v in (found.get("identity") or {}).items()]
     return "\n".join([*lines, table(rows)])
 
 

@@ -10,12 +10,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from molora_jax.adapters import PROJECTIONS, Adapter, TrainableAdapter, init_adapter
-from molora_jax.hub import hub_name
 from molora_jax.models import BaseModel, params_digest
 from molora_jax.models.decoder import Decoder
 from molora_jax.routing import SequenceRouter
 from molora_jax.token_ids import check_token_ids
-from molora_jax.training.adapter_checkpoint import about_adapter, start_settings, trainable_of
+from molora_jax.training.adapter_checkpoint import (
+    about_adapter,
+    start_settings,
+    stated_name,
+    trainable_of,
+)
 from molora_jax.training.config import AdapterTrainConfig
 from molora_jax.training.data import Batch, BatchOrder
 from molora_jax.training.loop import fit
@@ -44,9 +48,7 @@ def train_adapter(
     check_token_ids(
         windows.tokens, base.config.vocab_size, name=f"windows of adapter {name!r}: tokens"
     )
-    # Of a path only its last part: the adapter travels, the folders of this machine do not.
-    path = Path(base.name).expanduser()
-    base_name = path.name if path.exists() else hub_name(base.name)
+    base_name = stated_name(base.name)
     identity = {"base": base.digest}
     if start is None:
         first = init_adapter(

@@ -12,14 +12,15 @@ from molora_jax.adapters import Adapter, TrainableAdapter, load_adapter
 from molora_jax.adapters.folders import new_folder
 from molora_jax.adapters.lora_describe import alpha_of
 from molora_jax.adapters.names import PROJECTIONS, module_name, shortened
-from molora_jax.training.checkpoint import find_checkpoints, read_newest, save_checkpoint
+from molora_jax.hub import hub_name
+from molora_jax.training.checkpoint import find_checkpoints, read_checkpoint, save_checkpoint
 
 _FIELDS = ("name", "base_name", "rank", "alpha", "use_rslora", "projections")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterCheckpoint:
-    """The newest checkpoint of an adapter's training.
+    """A checkpoint of an adapter's training.
 
     left_out  names of the arrays that are not the adapter's (the optimiser's moments)
     """
@@ -28,6 +29,13 @@ class AdapterCheckpoint:
     step: int
     num_arrays: int
     left_out: tuple[str, ...]
+
+
+def stated_name(base_name: str) -> str:
+    """A base's name for others to read: of a path only its last part, for checkpoints and adapters
+    travel and the folders of this machine do not."""
+    path = Path(base_name).expanduser()
+    return path.name if path.exists() else hub_name(base_name)
 
 
 def about_adapter(trainable: TrainableAdapter, *, name: str, base_name: str) -> dict[str, Any]:
@@ -44,7 +52,7 @@ def about_adapter(trainable: TrainableAdapter, *, name: str, base_name: str) -> 
 
 
 def read_adapter_checkpoint(path: str | Path, *, name: str | None = None) -> AdapterCheckpoint:
-    """The adapter in a run folder, its checkpoints/ or one step_... folder.
+    """The adapter in one step_... folder, or in the newest of a run or its checkpoints/.
 
     Raises ValueError where that is no adapter's training, or one from before checkpoints said what
     they hold.
@@ -54,11 +62,11 @@ def read_adapter_checkpoint(path: str | Path, *, name: str | None = None) -> Ada
         raise FileNotFoundError(
             f"no training checkpoint at {path}: expected a folder like step_00000040"
         )
-    arrays, meta = read_newest(folder)
+    arrays, meta = read_checkpoint(folder)
     about = meta.get("about") or {}
     if about.get("kind", "adapter") != "adapter" or any(k not in about for k in _FIELDS):
         raise ValueError(
-            f"{folder}: its newest checkpoint does not say which adapter it holds (about: "
+            f"{folder}: the checkpoint does not say which adapter it holds (about: "
             f"{shortened(sorted(about)) or 'nothing'}; expected {', '.join(_FIELDS)}). It is a "
             "router's, or older than that record: finish the run, which exports its adapter"
         )

@@ -14,6 +14,7 @@ from molora_jax.models import BaseModel
 from molora_jax.routing.fixed import place
 from molora_jax.routing.select import rms_normalize
 from molora_jax.training.adapter import kept_frozen
+from molora_jax.training.adapter_checkpoint import stated_name
 from molora_jax.training.config import TrainConfig
 from molora_jax.training.data import Batch, BatchOrder
 from molora_jax.training.loop import fit
@@ -69,6 +70,11 @@ def train_gate(
             name=f"gate of {adapter.name}",
             run_dir=run_dir,
             identity={"base": base.digest, "adapter": adapter.digest},
+            about={
+                "kind": "gate",
+                "base_name": stated_name(base.name),
+                "adapter": adapter.name,
+            },
         )
     return np.asarray(trained["key"]), records
 

@@ -1,5 +1,6 @@
 """The training loop: any loss over any small trainable tree, with a frozen tree beside it."""
 
+import contextlib
 import functools
 import math
 import time
@@ -13,6 +14,8 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from molora_jax.parallel import check_rows, computing, current_mesh, place, place_rows, whole
+from molora_jax.parallel.local import constrain, constrain_tree
 from molora_jax.training.config import TrainConfig
 from molora_jax.training.data import Batch
 from molora_jax.training.losses import mean_or_zero
@@ -49,16 +52,23 @@ def fit(
                must return the same rows (BatchOrder does). Its `windows`, or without that the
                batch of step 0, tell whether a run to be resumed had the same data
     frozen     what the loss reads and nobody changes: neither donated nor in the optimiser
-    run_dir    receives metrics.jsonl and, with config.checkpoint_every, checkpoints/. A folder that
-               holds a checkpoint of the same run is resumed, with the numbers of a run that was
-               never stopped; one of another run is refused
+    run_dir    receives metrics.jsonl and, with config.checkpoint_every, checkpoints/, which are
+               written beside the steps that follow. A folder that holds a checkpoint of the same
+               run is resumed, with the numbers of a run that was never stopped; one of another run
+               is refused, as is one that another process trains in
     identity   what else makes a run the same one (digests of base and adapters)
     about      what its checkpoints say of what they hold, any JSON object
-    summarise  the loss function's summed third result → what the record of the step says of it
+    summarise  the loss function's summed third result → what the record of the step says of it.
+               One that remembers earlier steps has `state()`, any JSON object for the checkpoint,
+               and `restore(state)`
     measure    (steps done, params) → what the record of the last of them says of held-out data;
                asked after every step, so it answers {} where nothing is due
 
-    Raises NonFiniteLossError as soon as a loss or gradient is not finite.
+    Under `parallel.use_mesh` rows, parameters and optimiser are split over the mesh, and the frozen
+    tree too; what is returned lies whole on this process again.
+
+    Raises NonFiniteLossError as soon as a loss or gradient is not finite, OSError where a
+    checkpoint could not be written: at the next one or at the end.
     """
     run = None
     if run_dir is not None:
@@ -67,12 +77,14 @@ def fit(
         run = RunFolder(
             Path(run_dir), config, data=data, identity=identity or {}, about=about or {}
         )
+    mesh = current_mesh()
+    check_rows(config.batch_size, mesh, what="rows (batch_size)")
+    frozen = place(frozen, mesh, title="frozen")
     # Copies, because the step is given its inputs' memory and the caller keeps the originals.
     params = jax.tree.map(jnp.array, params)
     state = {"params": params, "optimiser": _adamw(config.clip, config.weight_decay).init(params)}
+    state = place(state, mesh, title="trained, with optimiser")
     first, history = 0, list[dict]()
-    if run is not None:
-        first, state, history = run.resume(state)
     clock = time.perf_counter()
 
     def report(step, measured, found, progress):
@@ -97,30 +109,39 @@ def fit(
         history.append(record)
         progress.update(f"loss {record['loss']:.4f}  {record['tokens_per_s']:.0f} tokens/s")
 
-    with Progress(name, config.steps, start=first) as progress:
-        waiting = None
-        for step in range(first, config.steps):
-            state, measured = _train_step(
-                state,
-                frozen,
-                _micro_batches(batches(step), config),
-                np.float32(config.lr_at(step)),
-                np.float32(config.clip),
-                np.float32(config.weight_decay),
-                loss_fn=loss_fn,
-            )
-            # The record of the step before is read while this one computes.
+    with run if run is not None else contextlib.nullcontext():
+        if run is not None:
+            resumed = run.resume(state)
+            first, state, history = resumed.step, resumed.state, resumed.records
+            if resumed.summary is not None:
+                summarise.restore(resumed.summary)  # type: ignore[union-attr]
+        with Progress(name, config.steps, start=first) as progress:
+            waiting = None
+            for step in range(first, config.steps):
+                rows = place_rows(_micro_batches(batches(step), config), mesh, axis=1)
+                with computing(mesh):
+                    state, measured = _train_step(
+                        state,
+                        frozen,
+                        rows,
+                        np.float32(config.lr_at(step)),
+                        np.float32(config.clip),
+                        np.float32(config.weight_decay),
+                        loss_fn=loss_fn,
+                    )
+                # The record of the step before is read while this one computes.
+                if waiting is not None:
+                    report(*waiting, progress)
+                found = {} if measure is None else measure(step + 1, whole(state["params"], mesh))
+                waiting = (step, measured, found)
+                if run is not None and run.is_due(step):
+                    report(*waiting, progress)
+                    waiting = None
+                    summary = getattr(summarise, "state", lambda: None)()
+                    run.save(step + 1, state, summary=summary)
             if waiting is not None:
                 report(*waiting, progress)
-            found = {} if measure is None else measure(step + 1, state["params"])
-            waiting = (step, measured, found)
-            if run is not None and run.is_due(step):
-                report(*waiting, progress)
-                waiting = None
-                run.save(step + 1, state)
-        if waiting is not None:
-            report(*waiting, progress)
-    return state["params"], history
+    return whole(state["params"], mesh), history
 
 
 def _micro_batches(batch: Batch, config: TrainConfig) -> Batch:
@@ -189,7 +210,8 @@ def _train_step(
         "tokens": total["weight"],
         "sums": total["sums"],
     }
-    return {"params": params, "optimiser": optimiser}, measured
+    state = constrain_tree({"params": params, "optimiser": optimiser})
+    return state, jax.tree.map(constrain, measured)
 
 
 def _non_finite_message(name: str, record: dict, history: list[dict]) -> str:

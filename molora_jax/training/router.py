@@ -28,6 +28,7 @@ from molora_jax.routing.metrics import collapse_warning
 from molora_jax.routing.select import check_choice, usable_tokens
 from molora_jax.token_ids import check_token_ids
 from molora_jax.training.adapter import kept_frozen, trainable_line
+from molora_jax.training.adapter_checkpoint import stated_name
 from molora_jax.training.anneal import AnnealedBatch, AnnealedOrder, tempered
 from molora_jax.training.config import RouterTrainConfig
 from molora_jax.training.data import (
@@ -109,6 +110,7 @@ def train_router(
             name="router",
             run_dir=run_dir,
             identity={"base": base.digest, **dict(zip(names, digests, strict=True))},
+            about={"kind": "router", "base_name": stated_name(base.name), "adapters": names},
             summarise=RouterMonitor(names, config.collapse_share),
         )
     router = nnx.merge(graph, params, rest).with_top_k(config.top_k)
@@ -187,6 +189,15 @@ class RouterMonitor:
         self.names, self.threshold = names, threshold
         self.recent: collections.deque[np.ndarray] = collections.deque(maxlen=steps)
         self.warned = False
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs, for a resumed run to say what an unbroken one says."""
+        return {"recent": [usage.tolist() for usage in self.recent], "warned": self.warned}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes up what `state` gave."""
+        self.recent.extend(np.asarray(usage, np.float32) for usage in state["recent"])
+        self.warned = state["warned"]
 
     def __call__(self, sums: Mapping[str, Any]) -> dict[str, Any]:
         self.recent.append(sums["usage"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from molora_jax.models.decoder import at_layer
+from molora_jax.models.decision import at_layer
 from molora_jax.routing import (
     KEEP,
     ROUTERS,

@@ -15,7 +15,7 @@ from molora_jax.training.adapter_checkpoint import (
     start_settings,
     trainable_of,
 )
-from molora_jax.training.checkpoint import describe_checkpoint, read_newest, save_checkpoint
+from molora_jax.training.checkpoint import describe_checkpoint, read_checkpoint, save_checkpoint
 from tests.adapters.make import dense_delta
 from tests.tools.conftest import make
 from tests.tools.test_inspect import copied
@@ -193,7 +193,7 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_written(
 
 def test_checkpoints_that_are_no_adapters_are_refused(tool, trained, tmp_path):
     _, run = trained
-    _, meta = read_newest(run / "checkpoints")
+    _, meta = read_checkpoint(run / "checkpoints")
     save_checkpoint(tmp_path / "old", 2, {"params": {"w": np.ones(2)}}, meta={"config": {}})
     result = tool("convert", tmp_path / "old", tmp_path / "x")
     assert result.code == 1
@@ -206,7 +206,7 @@ def test_checkpoints_that_are_no_adapters_are_refused(tool, trained, tmp_path):
 
 def test_a_diverged_checkpoint_is_not_exported(tool, tmp_path, folders):
     tool("convert", folders["b"], tmp_path / "checkpoint")
-    _, meta = read_newest(tmp_path / "checkpoint")
+    _, meta = read_checkpoint(tmp_path / "checkpoint")
     trainable = trainable_of(read_adapter_checkpoint(tmp_path / "checkpoint").adapter)
     trainable.lora_b["q_proj"] = trainable.lora_b["q_proj"].at[0, 0, 0].set(np.nan)
     save_checkpoint(tmp_path / "checkpoint", 5, {"params": trainable}, meta=meta)

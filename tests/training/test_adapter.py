@@ -24,7 +24,7 @@ from molora_jax.training import (
     train_adapter,
 )
 from molora_jax.training.adapter import adapter_loss, kept_frozen
-from molora_jax.training.checkpoint import describe_checkpoint
+from molora_jax.training.checkpoint import read_checkpoint
 from tests.training.conftest import SETTINGS
 
 
@@ -84,7 +84,13 @@ def test_base_is_untouched_and_not_in_the_optimiser(tiny, tmp_path, capsys):
     config = dataclasses.replace(SETTINGS, steps=20, weight_decay=0.1, checkpoint_every=20)
     train_adapter(tiny.base, tiny.train[0], config, name="sql", run_dir=tmp_path)
     assert params_digest(tiny.base.decoder) == before
-    names = describe_checkpoint(tmp_path / "checkpoints")["arrays"]
+    names, meta = read_checkpoint(tmp_path / "checkpoints")
+    assert meta["identity"] == {"base": tiny.base.digest}
+    assert meta["about"]["base_name"] == "tiny-random"
+    files = [path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+    for leaf in map(np.asarray, jax.tree.leaves(tiny.base.decoder)):
+        assert not any(np.array_equal(leaf, array) for array in names.values())
+        assert not any(leaf.tobytes()[:64] in content for content in files if leaf.std() > 0)
     for part in ("['params']", "mu", "nu"):
         found = sorted(name for name in names if part in name)
         assert len(found) == 2 * len(PROJECTIONS), found
