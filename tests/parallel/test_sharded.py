@@ -59,9 +59,8 @@ def test_a_mesh_of_eight_devices_computes_what_one_does(tmp_path):
 
 
 def test_two_processes_compute_what_one_does(tmp_path):
-    found = run(tmp_path, steps=3, parts="a", meshes="none+fsdp=2", devices=2)
+    found = run(tmp_path, steps=3, parts="a", meshes="none", devices=1)
     both = run(tmp_path, steps=3, parts="a", meshes="fsdp=2,tensor=2", processes=2, devices=2)
-    check_same(found["fsdp=2"], found["none"])
     check_same(both["fsdp=2,tensor=2"], found["none"])
 
 
