@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 
 from absl import app, flags
 
-from experiments import registry
+from experiments import devices, registry, sweeps
 from experiments.registry import one_line
 
 CONFIGS = pathlib.Path(__file__).resolve().parent / "configs"
+PROGRAM = (sys.executable, str(pathlib.Path(__file__).resolve()))
 SCALES = ("tiny", "cpu", "paper")
 # What fields of ours are called in PEFT, transformers and TRL; for hints alone.
 USUAL_NAMES = {
@@ -70,8 +71,38 @@ _GIN_BINDINGS = flags.DEFINE_multi_string(
     "gin_bindings", [], "A binding, such as compose.Config.rank=4; may be given several times."
 )
 _SWEEP = flags.DEFINE_multi_string(
-    "sweep", [], "A named sweep of the experiment; several multiply."
+    "sweep", [], "A named sweep of the experiment, such as seed; several, as lr,rank, multiply."
 )
+_LAUNCHER = flags.DEFINE_enum(
+    "launcher",
+    "here",
+    ("here", "local", "slurm"),
+    "Who runs a sweep's points. here: this process, one after another; local: processes of this "
+    "machine, several at once (measure times with --jobs=1); slurm: jobs of a cluster.",
+)
+_JOBS = flags.DEFINE_integer(
+    "jobs", 0, "Workers at once; 0: one a GPU or core, as memory allows.", lower_bound=0
+)
+_MEMORY_GB = flags.DEFINE_float(
+    "memory_gb", 0, "Memory of a worker; one that takes more is killed. 0: its share.", 0
+)
+_RETRIES = flags.DEFINE_integer(
+    "retries", 1, "How often a point that was killed or preempted is tried again.", lower_bound=0
+)
+_SLURM = flags.DEFINE_string(
+    "slurm", "", "Settings of its jobs: partition=gpu,time=60,gpus=1,cpus=4 (time in minutes)."
+)
+_MESH = flags.DEFINE_string(
+    "mesh", "", "Devices along data, fsdp, tensor and slots, such as fsdp=4,tensor=2."
+)
+_EXPLAIN = flags.DEFINE_bool(
+    "explain_sharding", False, "Print how all that is placed on the mesh is split, with bytes."
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "HOST:PORT of process 0, the same for all; auto under Slurm's srun."
+)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of the processes this is, from 0.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many there are.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs", "Folder that run folders are written to.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of data, initialisation and training.")
 _RERUN = flags.DEFINE_bool(
@@ -126,8 +157,12 @@ def main(
     *,
     entries: Mapping[str, registry.Experiment] = registry.EXPERIMENTS,
     configs: pathlib.Path = CONFIGS,
+    program: Sequence[str] = PROGRAM,
 ) -> int:
-    """Runs what the flags ask for; returns the exit code."""
+    """Runs what the flags ask for; returns the exit code.
+
+    program  what a sweep's workers are started with, before their flags
+    """
     del argv  # parse_flags has refused what is no flag
     # It tells of every kind of device that is not here.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
@@ -141,9 +176,13 @@ def main(
 
     logging.getLogger("absl").addFilter(_worth_reading)
     # Everything that takes time to import comes after this line.
-    module = entries[name].load()
     try:
-        points = registry.product(_sweep_points(module))
+        sweeps.check_flags(flags.FLAGS)
+        if _LAUNCHER.value != "here":
+            sweeps.keep_off_devices()
+        devices.join(flags.FLAGS)
+        module = entries[name].load()
+        points = sweeps.points(module, sweeps.names_of(_SWEEP.value))
         resolved = [resolve(name, module, configs=configs, sweep_point=point) for point in points]
         # What a config names (a data file, a base model) is read before anything starts, too.
         digests = [module.digests(config) for config in resolved]
@@ -155,47 +194,42 @@ def main(
 
     from experiments import results
 
-    workdir = pathlib.Path(_WORKDIR.value)
+    def execute(config, digest):
+        with devices.use(flags.FLAGS) as workdir:
+            return results.execute(
+                name,
+                module,
+                config,
+                digest,
+                scale=_SCALE.value,
+                workdir=workdir,
+                rerun=_RERUN.value,
+                retrain=_RETRAIN.value,
+            )
+
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _misused(f"--workdir={workdir}: no folder can be made there ({error.strerror})")
-    outcomes = []
-    for config, digest in zip(resolved, digests, strict=True):
-        outcome = results.execute(
-            name,
-            module,
-            config,
-            digest,
-            scale=_SCALE.value,
-            workdir=workdir,
-            rerun=_RERUN.value,
-            retrain=_RETRAIN.value,
-        )
-        outcomes.append(outcome)
-        if outcome[0] == "stopped":
-            break
-    if _SWEEP.value:
-        paths = [path for _, path in outcomes]
-        print(results.write_table(paths, folder=workdir / name, sweeps=_SWEEP.value))
-    return 0 if all(status == "complete" for status, _ in outcomes) else 1
+        if _SWEEP.value or _LAUNCHER.value != "here":
+            return sweeps.run(
+                name,
+                module,
+                flags.FLAGS,
+                points=points,
+                configs=resolved,
+                digests=digests,
+                execute=execute,
+                program=program,
+            )
+        sweeps.make_workdir(pathlib.Path(_WORKDIR.value))
+        status, _ = execute(resolved[0], digests[0])
+    except ValueError as error:
+        _misused(str(error))
+    return 0 if status == "complete" else 1
 
 
 def _worth_reading(record: logging.LogRecord) -> bool:
-    """Orbax logs some thirty lines a checkpoint; only its warnings are worth reading."""
-    return record.levelno >= logging.WARNING or "orbax" not in pathlib.Path(record.pathname).parts
-
-
-def _sweep_points(module: Any) -> list[list[str]]:
-    """The points of every sweep named on the command line."""
-    sweeps = getattr(module, "SWEEPS", {})
-    for name in _SWEEP.value:
-        if name not in sweeps:
-            known = ", ".join(sweeps) or "it has none"
-            raise Misuse(f"unknown sweep {name!r} (known: {known}){_hint(name, list(sweeps))}")
-    if twice := registry.repeated(_SWEEP.value):
-        raise Misuse(f"sweep {twice[0]!r} is named twice; each multiplies the others")
-    return [sweeps[name]() for name in _SWEEP.value]
+    """Orbax logs some thirty lines a checkpoint, and the trace of what it raises besides: only its
+    warnings are worth reading."""
+    return record.levelno == logging.WARNING or "orbax" not in pathlib.Path(record.pathname).parts
 
 
 def resolve(name: str, module: Any, *, configs: pathlib.Path, sweep_point: str = "") -> Any:

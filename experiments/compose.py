@@ -110,6 +110,12 @@ class Config:
         )
 
 
+SWEEPS = {
+    "rank": lambda: [f"compose.Config.rank = {rank}" for rank in (4, 8, 16)],
+    "adapter_lr": lambda: [f"compose.Config.adapter_lr = {lr}" for lr in (3e-4, 1e-3, 3e-3)],
+}
+
+
 def digests(config: Config) -> dict[str, str]:
     from experiments.domains import load_domains
     from molora_jax.models import base_digest

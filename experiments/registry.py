@@ -11,7 +11,8 @@ Importing this file imports nothing heavy: an entry holds an import path, not a 
     found(config, path)
                       optional: a finished run at `path` is not measured again; puts what it made
                       where the config's places say
-    SWEEPS            optional: {name: function() -> list of gin bindings, one string a point}
+    SWEEPS            optional: {name: function() -> list of gin bindings, one string a point};
+                      `seed` is there without it
 """
 
 import collections.abc
@@ -27,11 +28,15 @@ from collections.abc import Iterable, Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One line of the registry: where the module is, what it answers, and the paper's tables."""
+    """One line of the registry: where the module is, what it answers, and the paper's tables.
+
+    best  the metric that tables of its runs go by, or a pattern of several, and which is better
+    """
 
     module: str
     summary: str
     tables: str = ""
+    best: tuple[str, typing.Literal["higher", "lower"]] | None = None
 
     def load(self) -> types.ModuleType:
         """Imports the experiment's module (jax, models and all)."""
@@ -51,6 +56,7 @@ EXPERIMENTS: Mapping[str, Experiment] = {
         module="experiments.compose",
         tables="Fig 3, Tab 15, 17",
         summary="four LoRAs trained apart, one router, one pass: held-out loss, share of tokens",
+        best=("loss.MoLoRA_k1.mean", "lower"),
     ),
     "decode_overhead": Experiment(
         module="experiments.decode_overhead",
@@ -189,10 +195,12 @@ EXPERIMENTS: Mapping[str, Experiment] = {
     "train_adapter": Experiment(
         module="experiments.train_adapter",
         summary="a LoRA adapter from your own JSON lines, saved as a PEFT folder",
+        best=("heldout_adapter", "lower"),
     ),
     "train_router": Experiment(
         module="experiments.train_router",
         summary="a router over adapter folders, fitted on a data file of each",
+        best=("routed/*", "lower"),
     ),
 }
 

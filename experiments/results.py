@@ -1,14 +1,13 @@
-"""Runs: their ids, how one is measured or found again, how it ends, and tables of several.
+"""Runs: their ids, how one is measured or found again, and how it ends.
 
 `<workdir>/<experiment>/<run id>/` holds config.gin, config.json, metrics.jsonl, report.md, pictures
 and result.json, and error.txt where it failed; `previous/` in it holds the same of the measurement
 that the last --rerun replaced.
-`python -m experiments.results RUN...` prints a table of such folders.
+`python -m experiments.results RUNS...` compares such folders (experiments.comparison).
 """
 
-import csv
+import contextlib
 import dataclasses
-import io
 import json
 import pathlib
 import shutil
@@ -18,17 +17,18 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from absl import logging
 
 from experiments import artifacts, registry
 from experiments.provenance import environment, source_digest
-from experiments.run_folder import Claim, Run, markdown, read_result, show
+from experiments.run_folder import Claim, Run, read_result
+from molora_jax.parallel.processes import broadcast, is_primary
 from molora_jax.training import NonFiniteLossError
 
-__all__ = ["Claim", "Run", "config_gin", "execute", "run_id", "table", "write_table"]
+__all__ = ["Claim", "Run", "config_gin", "execute", "hand_out", "is_finished", "run_id"]
 
 ERROR_FILE = "error.txt"
 # What data, adapters, a base or a place that do not fit end in: a line says it. Of any other
@@ -58,24 +58,54 @@ def execute(
       digests: what `module.digests(config)` says of the data and the base.
     """
     path = workdir / name / run_id(name, config, digests)
+    again = rerun or retrain
+
+    def shown(found: dict | None) -> str:
+        """The first of several processes looks, and all do as it says."""
+        return broadcast(_shown(module, config, path, found) if is_primary() and not again else "")
+
     found = read_result(path)
-    if found and found["status"] == "complete" and not (rerun or retrain):
-        try:
-            _show_found(module, config, path, found)
-        except FileNotFoundError as error:
-            logging.warning("%s: %s is gone; measuring again", path, error.filename)
-        except (OSError, ValueError) as error:
-            logging.error("%s: %s", path, error)
-            return "failed", path
-        else:
-            return "complete", path
+    if status := shown(found):
+        return status, path
     path.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        held = is_primary() and _hold(path, stack)
+        if not broadcast(held):
+            logging.error("%s: another process is at this very run; wait for it or stop it", path)
+            return "failed", path
+        before, found = found, read_result(path)
+        # Another process may have finished it just now.
+        if status := shown(found if found != before else None):
+            return status, path
+        return _measure(name, module, config, digests, path, found, scale, retrain), path
+
+
+def _hold(path: pathlib.Path, stack: contextlib.ExitStack) -> bool:
+    """Holds a run's folder, unless another process is at it. Who only looks holds it, too, for an
+    instant."""
+    for _ in range(5):
+        try:
+            stack.enter_context(artifacts.lock(path / ".lock", wait=False))
+        except BlockingIOError:
+            time.sleep(0.05)
+        else:
+            return True
+    return False
+
+
+def _shown(module, config, path: pathlib.Path, found: dict | None) -> str:
+    """The status of a finished run, which is printed; "" where it has to be measured."""
+    if not found or found["status"] != "complete":
+        return ""
     try:
-        with artifacts.lock(path / ".lock", wait=False):
-            return _measure(name, module, config, digests, path, found, scale, retrain), path
-    except BlockingIOError:
-        logging.error("%s: another process is at this very run; wait for it or stop it", path)
-        return "failed", path
+        _show_found(module, config, path, found)
+    except FileNotFoundError as error:
+        logging.warning("%s: %s is gone; measuring again", path, error.filename)
+        return ""
+    except (OSError, ValueError) as error:
+        logging.error("%s: %s", path, error)
+        return "failed"
+    return "complete"
 
 
 def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
@@ -99,7 +129,12 @@ def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
         retrain=retrain,
         resume=unfinished and not retrain,
     )
-    saved = {"experiment": name, "config": dataclasses.asdict(config), "digests": dict(digests)}
+    saved = {
+        "experiment": name,
+        "config": dataclasses.asdict(config),
+        "places": [f.name for f in dataclasses.fields(config) if f.metadata.get("place")],
+        "digests": dict(digests),
+    }
     artifacts.write_atomically(path / "config.json", json.dumps(saved, indent=1) + "\n")
     artifacts.write_atomically(path / "config.gin", config_gin(name, config))
     run.write_result("running")
@@ -170,12 +205,32 @@ def _keep_previous(path: pathlib.Path) -> None:
             shutil.copy2(file, previous)
 
 
-def _show_found(module, config, path: pathlib.Path, result: dict) -> None:
-    """Prints a finished run's report, and lets the experiment hand out what it made."""
+def is_finished(module: types.ModuleType, config: Any, path: pathlib.Path) -> bool:
+    """Whether the run at `path` needs no measuring; what it made is then handed out."""
+    found = read_result(path)
+    if not found or found["status"] != "complete":
+        return False
+    try:
+        hand_out(module, config, path)
+    except (OSError, ValueError):  # measuring it again says why
+        return False
+    return True
+
+
+def hand_out(module: types.ModuleType, config: Any, path: pathlib.Path) -> str:
+    """A finished run's report; the experiment puts what it made where the config wants it.
+
+    Raises:
+      FileNotFoundError: the report, or what was made, is gone: the run must be measured again.
+    """
     report = (path / "report.md").read_text(encoding="utf-8")
     if hasattr(module, "found"):
         module.found(config, path)
-    print(report)
+    return report
+
+
+def _show_found(module, config, path: pathlib.Path, result: dict) -> None:
+    print(hand_out(module, config, path))
     made_by = result["environment"]
     if made_by["source"] != source_digest():
         print(f"Other source code made this run ({made_by['source']}, now {source_digest()}).")
@@ -188,47 +243,11 @@ def _show_found(module, config, path: pathlib.Path, result: dict) -> None:
     print(f"Found in {path}; --rerun measures again, --retrain also trains again.")
 
 
-def table(paths: Sequence[pathlib.Path]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows for run folders: the config fields in which they differ, then the metrics."""
-    configs, results = [], []
-    for path in paths:
-        result = read_result(path)
-        if result is None:
-            raise ValueError(f"{path}: no result.json there; expected the folder of a run")
-        results.append(result)
-        configs.append(json.loads((path / "config.json").read_text(encoding="utf-8"))["config"])
-    names = list(dict.fromkeys(name for config in configs for name in config))
-    varied = [name for name in names if len({repr(config.get(name)) for config in configs}) > 1]
-    metrics = list(dict.fromkeys(name for result in results for name in result["metrics"]))
-    rows = [
-        [path.name, result["status"]]
-        + [str(config.get(name, "")) for name in varied]
-        + [show(result["metrics"].get(name)) for name in metrics]
-        for path, config, result in zip(paths, configs, results, strict=True)
-    ]
-    return ["run", "status", *varied, *metrics], rows
-
-
-def write_table(
-    paths: Sequence[pathlib.Path], *, folder: pathlib.Path, sweeps: Sequence[str]
-) -> str:
-    """Writes the table of a sweep's runs into `folder`, as CSV and markdown; returns the latter."""
-    which = artifacts.digest_of([path.name for path in paths])[:8]
-    stem = folder / f"sweep-{'-'.join(sweeps)}-{which}"
-    header, rows = table(paths)
-    lines = io.StringIO()
-    csv.writer(lines).writerows([header, *rows])
-    artifacts.write_atomically(stem.with_suffix(".csv"), lines.getvalue())
-    text = markdown(header, rows)
-    artifacts.write_atomically(stem.with_suffix(".md"), text)
-    return f"{text}\nWritten to {stem}.csv and .md"
-
-
 if __name__ == "__main__":
+    from experiments import comparison
+
     try:
-        if len(sys.argv) < 2:
-            raise ValueError("usage: python -m experiments.results RUN_FOLDER...")
-        print(markdown(*table([pathlib.Path(argument) for argument in sys.argv[1:]])))
-    except ValueError as mistake:
+        sys.exit(comparison.main(sys.argv[1:]))
+    except (ValueError, OSError) as mistake:
         print(mistake, file=sys.stderr)
         sys.exit(2)

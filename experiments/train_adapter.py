@@ -131,6 +131,13 @@ class Config(TrainConfig):
         return load_start(self.init_from) if self.init_from else None
 
 
+SWEEPS = {
+    "lr": lambda: [f"train_adapter.Config.lr = {lr}" for lr in (1e-4, 3e-4, 1e-3, 3e-3)],
+    "rank": lambda: [f"train_adapter.Config.rank = {rank}" for rank in (4, 8, 16, 32)],
+    "steps": lambda: [f"train_adapter.Config.steps = {steps}" for steps in (20, 40, 80)],
+}
+
+
 def _resolved(path: str) -> pathlib.Path:
     return pathlib.Path(path).expanduser().resolve()
 

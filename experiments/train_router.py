@@ -72,6 +72,13 @@ class Config(RouterTrainConfig):
         return RouterTrainConfig(**{name: getattr(self, name) for name in names})
 
 
+SWEEPS = {
+    "lr": lambda: [f"train_router.Config.lr = {lr}" for lr in (1e-3, 3e-3, 1e-2)],
+    "top_k": lambda: [f"train_router.Config.top_k = {top_k}" for top_k in (1, 2)],
+    "label_coef": lambda: [f"train_router.Config.label_coef = {c}" for c in (0.0, 0.1, 1.0)],
+}
+
+
 def digests(config: Config) -> dict[str, str]:
     """Of every adapter, every data file and the base."""
     found = {"base": base_digest(config.base)}

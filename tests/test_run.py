@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -11,9 +12,9 @@ from absl import flags
 from absl.testing import flagsaver
 
 import run
-from experiments import registry
+from experiments import registry, sweeps
 from molora_jax.training import NonFiniteLossError
-from tests.experiments import toy
+from tests.experiments import toy, toy_program
 
 ROOT = pathlib.Path(run.__file__).parent
 ENTRIES = {
@@ -104,6 +105,21 @@ def test_exit_codes_of_the_program(arguments, code, said, tmp_path):
         (["--scale=paper"], "has no --scale=paper"),
         (["--sweep=rate"], "did you mean rates?"),
         (["--sweep=rates", "--sweep=rates"], "named twice"),
+        (["--sweep=rates,steps,rates"], "named twice"),
+        (["--sweep=rates,"], "unknown sweep ''"),
+        (["--sweep=seed", "--seed=3"], "make the same run: what they vary is set by"),
+        (["--sweep=rates", "--gin_bindings=toy.Config.out='x'"], "copied over the one before"),
+        (["--launcher=lokal"], "here|local|slurm"),
+        (["--sweep=rates", "--jobs=2"], "--jobs=2: needs --launcher=local"),
+        (["--memory_gb=3"], "--memory_gb=3: needs --launcher=local"),
+        (["--memory_gb=nan", "--launcher=local"], "expected a number of GB"),
+        (["--memory_gb=1e9", "--launcher=local"], "GB are free"),
+        (["--jobs=-1"], "--jobs"),
+        (["--sweep=rates", "--process_id=1"], "every run of a sweep is one process"),
+        (["--retries=-1"], "--retries"),
+        (["--slurm=time=5", "--launcher=local"], "it is for --launcher=slurm"),
+        (["--slurm=tim=5", "--launcher=slurm"], "did you mean time?"),
+        (["--sweep=rates", "--launcher=slurm"], "no sbatch, srun"),
         (["--gin_file=nowhere.gin"], "there is no such file"),
         (["--gin_bindings=toy.Config.stepps=1"], "did you mean toy.Config.steps"),
         (["--gin_bindings=Trainer.verbos=True"], "did you mean toy.Config.verbose?"),
@@ -302,12 +318,62 @@ def test_sweeps_multiply_and_end_in_a_table(call, capsys, tmp_path):
     assert code == 0
     points = {(the_config(each)["rate"], the_config(each)["steps"]) for each in results}
     assert points == {(rate, steps) for rate in (0.25, 0.75) for steps in (1, 2, 3)}
-    (table,) = (tmp_path / "runs" / "toy").glob("sweep-rates-steps-*.csv")
-    header, *rows = table.read_text().splitlines()
+    (folder,) = (tmp_path / "runs" / "toy").glob("sweep-rates-steps-*")
+    assert {each.name for each in folder.iterdir()} == {"table.csv", "table.md", "table.png"}
+    header, *rows = (folder / "table.csv").read_text().splitlines()
     assert header == "run,status,steps,rate,loss"
     assert len(rows) == 6
     assert any(row.endswith("complete,2,0.75,0.5625") for row in rows)
-    assert "| run | status | steps | rate | loss |" in capsys.readouterr().out
+    assert rows[0].endswith("complete,3,0.25,0.015625"), "the best first"
+    said = capsys.readouterr().out
+    assert "| run | steps | rate | loss |" in said and "6 of 6 points have a result" in said
+    assert call("--sweep=rates,steps") == (0, results), "the same, as a list"
+    assert "6 of 6 points have a result (6 found)" in capsys.readouterr().out
+
+
+def test_every_experiment_has_a_sweep_over_seeds(call):
+    code, results = call("--sweep=seed", "--gin_bindings=toy.Config.steps=0")
+    assert code == 0
+    assert sorted(the_config(each)["seed"] for each in results) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", list(registry.EXPERIMENTS))
+def test_every_point_of_every_sweep_can_be_bound(name):
+    module = registry.EXPERIMENTS[name].load()
+    for sweep in sweeps.of_module(module):
+        found = sweeps.points(module, [sweep])
+        assert len(set(found)) == len(found)
+        for point in found:
+            assert run.bindings(module, texts=[point])
+
+
+def test_a_sweep_in_processes_hands_them_every_other_flag(configs, tmp_path, capsys):
+    """What a worker makes of its command line must be the run that the sweep expects."""
+    workdir, file = tmp_path / "runs", tmp_path / "mine.gin"
+    start = "from __gin__ import dynamic_registration\nfrom tests.experiments import toy\n"
+    file.write_text(start + "toy.Config.limit = 6\n")
+    with flagsaver.flagsaver():
+        run.parse_flags(
+            [
+                *("run.py", "--experiment", "toy", "-sweep", "rates", "--launcher=local"),
+                *("--jobs=2", "--retries=0", "--memory_gb=2", f"--workdir={workdir}"),
+                *(f"--gin_file={file}", "--seed=7", "--norerun", "-v=1"),
+                "--gin_bindings=toy.Config.sizes = (\n 5,\n 6)",
+                "--gin_bindings=toy.Config.kind = 'cubic'",
+            ]
+        )
+        handed = sweeps.flags_of_a_run(flags.FLAGS)
+        code = toy_program.main([])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert not {flag for flag in handed if re.match("--(sweep|launcher|jobs|ret|mem|sl)", flag)}
+    assert "2 points, 2 at once, each in at most 2.0 GB of memory" in said
+    assert "2 of 2 points have a result (0 found)" in said
+    found = [the_config(each) for each in workdir.glob("toy/*/result.json")]
+    assert sorted(each["rate"] for each in found) == [0.25, 0.75]
+    for each in found:
+        assert (each["seed"], each["limit"], each["kind"]) == (7, 6, "cubic")
+        assert each["sizes"] == [5, 6]
 
 
 def test_a_failed_point_fails_the_sweep_and_the_others_run(call, monkeypatch):

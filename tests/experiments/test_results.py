@@ -301,6 +301,24 @@ def test_a_run_that_another_process_holds_is_left_alone(workdir, caplog):
     assert execute(workdir, main)[0] == "complete"
 
 
+def test_a_run_that_another_process_finished_meanwhile_is_found(workdir, monkeypatch):
+    read, reads = results.read_result, []
+
+    def finished_after_the_first_look(path):
+        found = read(path)
+        reads.append(path)
+        if len(reads) == 1:
+            monkeypatch.setattr(results, "read_result", read)
+            execute(workdir, toy.main)
+        return found
+
+    measured = []
+    monkeypatch.setattr(results, "read_result", finished_after_the_first_look)
+    status, path = execute(workdir, lambda config, run: measured.append(run))
+    assert (status, measured) == ("complete", [])
+    assert result_of(path)["status"] == "complete"
+
+
 def test_an_unreadable_result_counts_as_no_run(workdir):
     _, path = execute(workdir, toy.main)
     (path / "result.json").write_text('{"status": "comp')
@@ -349,15 +367,6 @@ def test_tiny_sizes_have_no_verdict(workdir):
         (claim,) = result_of(path)["claims"]
         assert claim["holds"] is verdict
         assert claim["note"] == ("tiny sizes; CPU" if scale == "tiny" else "CPU")
-
-
-def test_table_of_runs(workdir, capsys):
-    paths = [execute(workdir, toy.main, config=toy.Config(rate=r))[1] for r in (0.5, 0.25)]
-    header, rows = results.table(paths)
-    assert header == ["run", "status", "rate", "loss"]
-    assert rows[1] == [paths[1].name, "complete", "0.25", "0.01562"]
-    with pytest.raises(ValueError, match=r"no result\.json"):
-        results.table([workdir])
 
 
 # A whole program, killed: the artifact's own checkpoint decides where the next try goes on.

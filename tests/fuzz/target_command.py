@@ -299,11 +299,13 @@ def _check_gin(case: tuple[list[str], bool], folder: Path) -> bool:
 
 # --- the command line ----------------------------------------------------------------------------
 FLAGS = ("experiment", "scale", "seed", "sweep", "gin_bindings", "gin_file", "workdir", "rerun",
-         "retrain", "list", "sede", "no_such", "norerun", "", "-", "v", "undefok")  # fmt: skip
+         "retrain", "launcher", "jobs", "memory_gb", "retries", "slurm",
+         "list", "sede", "no_such", "norerun", "", "-", "v", "undefok")  # fmt: skip
 ARGUMENTS = ("toy", "table2", "tabel2", "tiny", "cpu", "paper", "0", "7", "-1", "1.5", "rates",
              "steps", "toy.Config.steps=2", "toy.Config.seed=5", "nowhere.gin",
              "True", "x" * 3000, "\n", "\0", "é\ud83d", "..", *map(str, HUGE[:7]))  # fmt: skip
 GOOD_ARGUMENTS = ("--seed=3", "--seed=-0", "--scale=cpu", "--sweep=rates", "--workdir=runs",
+                  "--sweep=steps,seed", "--launcher=here", "--jobs=1", "--retries=0",
                   "--rerun", "--noretrain", "--gin_bindings=toy.Config.rate=0.5", "--list=false",
                   "--gin_bindings=toy.Config.sizes=[4]", "--seed=4294967295")  # fmt: skip
 ENTRIES = {"toy": registry.Experiment(module="tests.experiments.toy", summary="a toy")}
@@ -349,7 +351,8 @@ def _check_arguments(arguments: list[str], folder: Path) -> bool:
         flagsaver.flagsaver(),
         contextlib.chdir(folder),
         mock.patch("experiments.results.execute", execute),
-        mock.patch("experiments.results.write_table", return_value="table"),
+        mock.patch("experiments.launcher._judge", return_value=("", False)),
+        mock.patch("experiments.sweep_report.closing", return_value="table"),
     ):
         outcome = attempt(call, folder=folder)
     code = outcome.value

@@ -1,0 +1,261 @@
+"""Runs side by side: which settings differ, which run is best, as table, CSV and picture.
+
+`python -m experiments.results RUNS...` prints such tables, and a sweep ends with one.
+"""
+
+import argparse
+import collections
+import csv
+import dataclasses
+import fnmatch
+import io
+import pathlib
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import artifacts, registry
+from experiments.entries import DIGEST, Entry, find, read
+from experiments.run_folder import markdown, show
+from molora_jax import display
+
+SHOWN_METRICS = 8  # columns of the printed table; the CSV has them all
+# Words of a metric's name that say which way is better.
+LOWER = {"loss", "nll", "nats", "perplexity", "ppl", "ms", "us", "seconds", "latency", "time"}
+LOWER |= {"regret", "overhead", "error", "errors"}
+HIGHER = {"accuracy", "match", "right", "f1", "ari", "nmi", "throughput", "speedup", "logp"}
+BASELINE = {"base", "first", "start", "uniform", "spread"}  # words of what a run is compared with
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs of one experiment.
+
+    names    settings in which the finished runs differ, in the order of the config
+    runs     the finished ones, best first where there is a metric to go by
+    by       that metric, or a pattern of several whose mean it is; "" where none is known
+    lower    whether the lower is the better
+    apart    those that did not finish, or cannot be read
+    """
+
+    experiment: str
+    names: list[str]
+    runs: list[Entry]
+    by: str
+    lower: bool
+    apart: list[Entry]
+
+    def metrics(self) -> list[str]:
+        """Every metric's name, those that the order goes by first."""
+        names = list(dict.fromkeys(name for entry in self.runs for name in entry.metrics))
+        first = matching(names, self.by)
+        return [*first, *(name for name in names if name not in first)]
+
+    def markdown(self) -> str:
+        """The table, what its order is, and the runs that are not in it."""
+        shown = self.metrics()[:SHOWN_METRICS]
+        rows = [
+            [entry.path.name]
+            + [_cell(entry.show(name)) for name in self.names]
+            + [show(entry.metrics.get(name)) for name in shown]
+            for entry in self.runs
+        ]
+        text = markdown(["run", *self.names, *shown], rows) if rows else "No finished run.\n"
+        notes = []
+        if len(rows) > 1 and self.by:
+            way = "lowest" if self.lower else "highest"
+            mean = "mean of " if _many(self.by) else ""
+            notes.append(f"Best first: {way} {mean}{self.by}.")
+        elif len(rows) > 1:
+            notes.append("In the order given: --by=METRIC puts the best first.")
+        if more := len(self.metrics()) - len(shown):
+            notes.append(f"{more} more metrics are in the CSV.")
+        text += "\n" + " ".join(notes) + "\n" if notes else ""
+        if self.apart:
+            text += f"\nNot in the table, {len(self.apart)}:\n\n"
+            text += "".join(f"- {entry.path}: {entry.problem}\n" for entry in self.apart)
+        return text
+
+    def csv(self) -> str:
+        """Every run, unfinished ones too, with its folder and all its metrics, unrounded."""
+        metrics = self.metrics()
+        lines = io.StringIO()
+        writer = csv.writer(lines, lineterminator="\n")
+        writer.writerow(["run", "status", *self.names, *metrics])
+        for entry in [*self.runs, *self.apart]:
+            settings = [entry.show(name) for name in self.names]
+            values = [entry.metrics.get(name) for name in metrics]
+            writer.writerow([str(entry.path), entry.problem or "complete", *settings, *values])
+        return lines.getvalue()
+
+    def figure(self) -> Any:
+        """A heat map where two settings differ, else parallel coordinates; None without either."""
+        runs = [entry for entry in self.runs if self.by and score(entry, self.by) is not None]
+        if len(runs) < 2 or not self.names:
+            return None
+        scores = [score(entry, self.by) for entry in runs]
+        title = f"{self.experiment}: {self.by}"
+        values = {name: [entry.show(name) for entry in runs] for name in self.names}
+        if len(self.names) != 2:
+            columns = {**values, self.by: scores}
+            return display.parallel_figure(columns, lower_is_better=self.lower, title=title)
+        axes = [sorted({_key(each): each for each in values[name]}.items()) for name in self.names]
+        places = [[key for key, _ in axis] for axis in axes]
+        grid = [[float("nan")] * len(places[0]) for _ in places[1]]
+        for first, second, value in zip(*values.values(), scores, strict=True):
+            grid[places[1].index(_key(second))][places[0].index(_key(first))] = value
+        x, y = (
+            (name, [value for _, value in axis])
+            for name, axis in zip(self.names, axes, strict=True)
+        )
+        return display.grid_figure(
+            np.array(grid), x=x, y=y, label=self.by, lower_is_better=self.lower, title=title
+        )
+
+    def write(self, folder: pathlib.Path) -> str:
+        """Writes table.md, table.csv and, where there is something to draw, table.png."""
+        artifacts.write_atomically(folder / "table.md", self.markdown())
+        artifacts.write_atomically(folder / "table.csv", self.csv())
+        (folder / "table.png").unlink(missing_ok=True)  # an earlier call's
+        figure = self.figure()
+        if figure is not None:
+            display.save_figure(figure, folder / "table.png")
+        return f"Written to {folder}: table.md, table.csv" + (", table.png" if figure else "")
+
+
+def compare(entries: Iterable[Entry], *, by: str = "", order: str = "") -> Comparison:
+    """The comparison of runs of one experiment.
+
+    Args:
+      by: a metric, or a pattern such as "routed/*" for the mean of those that it matches. Without
+        one it is the experiment's own (`registry.Experiment.best`), else the first metric that
+        differs and whose name says which way is better.
+      order: "higher" or "lower" is better; without it the metric's name decides.
+
+    Raises:
+      ValueError: no run has such a metric, or its name does not tell the order.
+    """
+    entries = list(entries)
+    (experiment,) = {entry.experiment for entry in entries if entry.experiment} or {"?"}
+    runs = [entry for entry in entries if not entry.problem]
+    known = registry.EXPERIMENTS.get(experiment)
+    best = known.best if known else None
+    metrics = list(dict.fromkeys(name for entry in runs for name in entry.metrics))
+    if order and not by:
+        raise ValueError(f"--order={order} is of a metric: name it with --by=METRIC")
+    if by and runs and not matching(metrics, by):
+        near = registry.nearest(by, metrics)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"--by={by}: no run of {experiment} has such a metric{hint}")
+    if not by:
+        by, order = _default(runs, metrics, best)
+    direction = order or direction_of(by) or (best[1] if best and best[0] == by else "")
+    if by and not direction:
+        raise ValueError(
+            f"--by={by}: its name does not tell which way is better; say --order=higher or "
+            "--order=lower"
+        )
+    lower = direction == "lower"
+    if by:
+        runs.sort(key=lambda entry: _rank(score(entry, by), lower))
+    return Comparison(
+        experiment=experiment,
+        names=_varied(runs),
+        runs=runs,
+        by=by,
+        lower=lower,
+        apart=[entry for entry in entries if entry.problem],
+    )
+
+
+def matching(metrics: Iterable[str], by: str) -> list[str]:
+    """The metric of that name, or those that match the pattern."""
+    metrics = list(metrics)
+    return [by] if by in metrics else fnmatch.filter(metrics, by)
+
+
+def score(entry: Entry, by: str) -> float | None:
+    """What a run is judged by: the metric, or the mean of those that match; None where one is."""
+    values = [entry.metrics[name] for name in matching(entry.metrics, by)]
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if numbers and len(numbers) == len(values) else None
+
+
+def direction_of(metric: str) -> str:
+    """ "higher" or "lower", where a word of the metric's name says which is better, else ""."""
+    words = _words(metric)
+    lower, higher = bool(words & LOWER), bool(words & HIGHER)
+    return "" if lower == higher else "lower" if lower else "higher"
+
+
+def _words(metric: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", metric.lower()))
+
+
+def _varied(runs: Sequence[Entry]) -> list[str]:
+    names = list(dict.fromkeys(name for entry in runs for name in entry.settings))
+    varied = [n for n in names if len({repr(entry.settings.get(n)) for entry in runs}) > 1]
+    # A base of another name has another digest, too.
+    return [n for n in varied if not (n.endswith(DIGEST) and n.removesuffix(DIGEST) in varied)]
+
+
+def _default(runs, metrics, best) -> tuple[str, str]:
+    """The metric to go by where none was named, and its direction."""
+    if best and matching(metrics, best[0]):
+        return best
+    for name in sorted(metrics, key=lambda name: bool(_words(name) & BASELINE)):
+        differs = len({entry.metrics.get(name) for entry in runs}) > 1
+        if direction_of(name) and (differs or len(runs) == 1):
+            return name, direction_of(name)
+    return "", ""
+
+
+def _rank(value: float | None, lower: bool) -> tuple[bool, float]:
+    return value is None, 0.0 if value is None else value if lower else -value
+
+
+def _many(by: str) -> bool:
+    return any(letter in by for letter in "*?[")
+
+
+def _cell(value: Any) -> str:
+    return " ".join(str(value).split()).replace("|", r"\|")[:60]
+
+
+def _key(value: Any) -> tuple[int, float, str]:
+    """Numbers in their order, then whatever else by its text."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return 0, float(value), ""
+    return 1, 0.0, str(value)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m experiments.results`; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.results", description=__doc__, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=pathlib.Path, help="folders of runs, or folders that hold some")
+    add("--by", default="", metavar="METRIC", help="best first by it; 'routed/*': by their mean")
+    add("--order", default="", choices=("higher", "lower"), help="which is better")
+    add("--csv", action="store_true", help="print CSV: every metric, unrounded")
+    add("--out", type=pathlib.Path, help="a folder for table.md, table.csv and table.png")
+    asked = parser.parse_args(arguments)
+    groups = collections.defaultdict(list)
+    for path in find(asked.runs):
+        entry = read(path)
+        groups[entry.experiment].append(entry)
+    if asked.csv and len(groups) > 1:
+        kinds = ", ".join(f"{len(runs)} of {name}" for name, runs in groups.items())
+        raise ValueError(f"--csv is one table, and these are runs {kinds}: name those of one")
+    compared = [compare(runs, by=asked.by, order=asked.order) for runs in groups.values()]
+    for each in compared:
+        print(each.csv() if asked.csv else f"# {each.experiment}\n\n{each.markdown()}", end="")
+        if asked.out:
+            folder = asked.out if len(groups) == 1 else asked.out / each.experiment
+            print(each.write(folder), file=sys.stderr)
+    return 0

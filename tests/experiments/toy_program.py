@@ -1,0 +1,20 @@
+"""The command line of the toy experiment alone: `python -m tests.experiments.toy_program`."""
+
+import sys
+
+from absl import app
+
+import run
+from experiments import registry
+
+ENTRIES = {"toy": registry.Experiment(module="tests.experiments.toy", summary="a toy")}
+PROGRAM = (sys.executable, "-m", "tests.experiments.toy_program")
+
+
+def main(argv: list[str]) -> int:
+    """run.py's own, with the toy for its only experiment."""
+    return run.main(argv, entries=ENTRIES, program=PROGRAM)
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=run.parse_flags)
