@@ -153,17 +153,15 @@ def to_slots(routing: Routing, ranks: Array, num_slots: int) -> Routing:
     """
     if not is_split(ranks, "slots"):
         return routing
-    top_k = routing.adapter_ids.shape[1]
-    if num_slots < top_k:
-        raise ValueError(
-            f"the bank split over the mesh axis slots has {num_slots} slots a device, and a token "
-            f"takes {top_k} adapters: expected {top_k} slots a device or more; split it over fewer"
-        )
-    first = lax.axis_index("slots") * num_slots
-    here = jax.tree.map(to_all_slots, routing)
-    ids = here.adapter_ids - first
-    mine = (ids >= 0) & (ids < num_slots)
-    return Routing(jnp.where(mine, ids, -1), here.gates)
+    ids, gates = (to_all_slots(each) for each in (routing.adapter_ids, routing.gates))
+    ids = ids - lax.axis_index("slots") * num_slots
+    if ids.shape[1] <= num_slots:
+        return Routing(jnp.where((ids >= 0) & (ids < num_slots), ids, -1), gates)
+    # A token takes more adapters than there are slots here: one choice for each slot.
+    slots = jnp.arange(num_slots)
+    chosen = ids[:, :, None] == slots
+    gates = jnp.where(chosen, gates[:, :, None], 0.0).sum(axis=1)
+    return Routing(jnp.where(chosen.any(axis=1), slots, -1), gates)
 
 
 def to_all_slots(rows: Array) -> Array:
