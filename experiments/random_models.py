@@ -9,14 +9,10 @@ import numpy as np
 from molora_jax.adapters import Adapter
 from molora_jax.adapters.names import module_name
 from molora_jax.models import Decoder, ModelConfig, load_base
+from molora_jax.models.qwen3 import QWEN3
 from molora_jax.models.weights import array_shapes
 
-QWEN3_4B = ModelConfig(
-    model_type="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_layers=36,
-    num_heads=32, num_kv_heads=8, head_dim=128, rope_theta=1e6, tie_word_embeddings=True,
-    qk_norm=True, max_positions=40960,
-)  # fmt: skip
-RANDOM = {"qwen3-4b-random": QWEN3_4B}
+RANDOM = {"qwen3-4b-random": QWEN3["qwen3-4b"]}
 
 
 def base_decoder(name: str, *, dtype: str, seed: int) -> Decoder:

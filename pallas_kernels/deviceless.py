@@ -75,7 +75,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What XLA made of one function. Memory in bytes."""
+    """What XLA made of one function. Memory in bytes, of one device."""
 
     thunks: tuple[Thunk, ...]  # in launch order, the graphs themselves left out
     graphs: int
@@ -85,6 +85,7 @@ class Report:
     hlo: str  # after optimisation
     argument_bytes: int
     output_bytes: int
+    alias_bytes: int  # of the output, what lies where a donated argument lay
     temp_bytes: int
 
     @property
@@ -122,6 +123,7 @@ def compile_for(
     function: Callable,
     *arguments,
     device: str = "h200",
+    mesh: jax.sharding.Mesh | None = None,
     donate: Sequence[int] = (),
     resources: bool = False,
 ) -> Report:
@@ -130,6 +132,8 @@ def compile_for(
     Every run of two or more capturable steps becomes a CUDA graph here; on a device, XLA leaves
     runs of fewer than five uncaptured unless `--xla_gpu_graph_min_graph_size` says otherwise.
 
+    mesh       of `devices(n)`: the program of each of them, the arguments split as their
+               shardings say. None: of one device
     donate     indices of arguments whose memory the result may take, as `donate_argnums`
     resources  also assemble every kernel, for its registers and spills
 
@@ -138,14 +142,16 @@ def compile_for(
     """
     if device not in DEVICES:
         raise ValueError(f"device {device!r} is unknown; known are {', '.join(DEVICES)}")
-    mesh = _mesh(device)
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.tree.map(
-        lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=everywhere), arguments
-    )
+    shapes = arguments
+    if mesh is None:
+        everywhere = NamedSharding(_mesh(device), PartitionSpec())
+        shapes = jax.tree.map(
+            lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=everywhere), shapes
+        )
     with tempfile.TemporaryDirectory(prefix="deviceless_") as folder:
         dump = pathlib.Path(folder)
-        with lowering_for(device):
+        # A mesh of such devices says itself what they are.
+        with lowering_for(device) if mesh is None else jax.set_mesh(mesh):
             lowered = jax.jit(function, donate_argnums=donate).lower(*shapes)
         options: dict[str, str | bool] = {
             "xla_dump_to": folder,
@@ -169,6 +175,7 @@ def compile_for(
         hlo=hlo,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
     )
 
@@ -309,8 +316,16 @@ def _ptxas() -> str:
     )
 
 
-@functools.cache
 def _mesh(device: str) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(devices(1, device=device), ("device",))
+
+
+@functools.cache
+def devices(count: int, *, device: str = "h200") -> list:
+    """So many devices of one process to compile for, as if they stood in one node.
+
+    Raises NotImplementedError where the CUDA compiler is not installed.
+    """
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise NotImplementedError(
             "compiling for a GPU needs XLA's CUDA compiler, which is not installed. Use an "
@@ -319,8 +334,10 @@ def _mesh(device: str) -> jax.sharding.Mesh:
     # Asks for CUDA's run-time libraries otherwise, which compiling does not need.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     target = (TARGETS / f"{device}.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
-    return topologies.make_mesh(topology, (1,), ("device",))
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology=f"1x1x{count}", target_config=target
+    )
+    return list(topology.devices)
 
 
 PARTS = ("forward", "backward", "plan")

@@ -72,7 +72,7 @@ def rows_in_rank(ranks: Int[Array, " K"] | None, rank: int, num_slots: int) -> B
     return jnp.arange(rank, dtype=jnp.int32)[None, :] < ranks.astype(jnp.int32)[:, None]
 
 
-def layer_of(stacked, layer: Int[Array, ""] | None):
+def layer_of(stacked, layer: int | Int[Array, ""] | None):
     """One layer of a pytree of stacks, or all of it where it holds one layer."""
     return stacked if layer is None else jax.tree.map(lambda leaf: leaf[layer], stacked)
 

@@ -2,6 +2,8 @@
 
 Every function does nothing to its argument where there is no mesh, so that the model is written
 once. Which axes an array is split over is asked of its type (JAX's varying axes), never told twice.
+
+Small letters are a device's part: v of V, d of D, s of S.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,7 +81,7 @@ def gathered(array: Array, axis: int) -> Array:
     return lax.all_gather(array, "fsdp", axis=axis % array.ndim, tiled=True, to="invarying")
 
 
-def whole_sequence(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+def whole_sequence(x: Float[Array, "B s D"]) -> Float[Array, "B S D"]:
     """The residual stream, whose positions lie split over tensor between the projections
     (Korthikanti et al., arXiv 2205.05198), for use; of a single token it is whole already."""
     if not is_split(x, "tensor"):
@@ -87,7 +89,7 @@ def whole_sequence(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
     return lax.all_gather(x, "tensor", axis=1, tiled=True, to="invarying")
 
 
-def summed(partial: Float[Array, "B S F"], *, split_sequence: bool) -> Float[Array, "B S F"]:
+def summed(partial: Float[Array, "B S F"], *, split_sequence: bool) -> Float[Array, "B s F"]:
     """The sum over tensor of what each device has a part of; of it, the positions that lie here."""
     if not is_split(partial, "tensor"):
         return partial
@@ -125,7 +127,7 @@ def constrain_tree(tree: Any, *, name: str = "") -> Any:
     )
 
 
-def lookup(table: Float[Array, "V D"], ids: Int[Array, "B S"]) -> Float[Array, "B S D"]:
+def lookup(table: Float[Array, "v d"], ids: Int[Array, "B S"]) -> Float[Array, "B s D"]:
     """Rows of an embedding whose V is split over tensor and D over fsdp; 0 for id −1, NaN for less.
 
     Ids are exchanged and rows found where they lie: the table is never gathered. Where the devices
@@ -153,7 +155,7 @@ def to_slots(routing: Routing, ranks: Array, num_slots: int) -> Routing:
     """
     if not is_split(ranks, "slots"):
         return routing
-    ids, gates = (to_all_slots(each) for each in (routing.adapter_ids, routing.gates))
+    ids, gates = (to_all_slots(jnp.asarray(each)) for each in (routing.adapter_ids, routing.gates))
     ids = ids - lax.axis_index("slots") * num_slots
     if ids.shape[1] <= num_slots:
         return Routing(jnp.where((ids >= 0) & (ids < num_slots), ids, -1), gates)

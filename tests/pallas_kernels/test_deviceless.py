@@ -87,7 +87,7 @@ ptxas info    : Used 29 registers, used 1 barriers, 384 bytes smem
 def report(**fields) -> deviceless.Report:
     nothing = {
         "thunks": (), "graphs": 1, "kernels": (), "lost": (), "hlo": "", "argument_bytes": 0,
-        "output_bytes": 0, "temp_bytes": 0,
+        "output_bytes": 0, "alias_bytes": 0, "temp_bytes": 0,
     }  # fmt: skip
     return deviceless.Report(**nothing | fields)
 
@@ -130,7 +130,7 @@ def test_unknown_device_is_refused():
 
 def test_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    deviceless._mesh.cache_clear()
+    deviceless.devices.cache_clear()
     with pytest.raises(NotImplementedError, match=r"\[deviceless\]"):
         deviceless.compile_for(jnp.sin, jax.ShapeDtypeStruct((2,), jnp.float32))
 
