@@ -6,7 +6,6 @@ No number of ours stands in this file: all come from the result.json of complete
 import dataclasses
 import pathlib
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from absl import logging
 from experiments import artifacts, registry
 from experiments.gallery import FoundRun, best_runs, find_runs
 from experiments.paper_tables import PAPER, Entry, entries_of
-from experiments.provenance import ROOT
 from experiments.registry import check_config, place
 
 VERDICTS = {True: "holds", False: "does not hold", None: "not said here"}
@@ -67,14 +65,14 @@ def main(config: Config, run) -> None:
 
 def _run_missing(config: Config, scale: str) -> dict[str, str]:
     """Runs what no complete run answers; {experiment: why it did not come to an end}."""
-    command_line, failed, known = ROOT / "run.py", {}, _best(config)
-    if not command_line.is_file():
-        raise ValueError(f"Config.run_missing: {command_line} is not there; run from a checkout")
+    from experiments.main import PROGRAM
+
+    failed, known = {}, _best(config)
     for name, entry in registry.EXPERIMENTS.items():
         if not entry.tables or name in known:
             continue
         command = [
-            sys.executable, str(command_line), f"--experiment={name}", f"--scale={scale}",
+            *PROGRAM, f"--experiment={name}", f"--scale={scale}",
             f"--workdir={config.folders[0]}", f"--seed={config.seed}",
         ]  # fmt: skip
         logging.info("%s: has no complete run; running it", name)

@@ -11,12 +11,12 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-import run
+from experiments import main as run
 from experiments import registry, sweeps
 from molora_jax.training import NonFiniteLossError
 from tests.experiments import toy, toy_program
 
-ROOT = pathlib.Path(run.__file__).parent
+ROOT = pathlib.Path(run.__file__).parents[1]
 ENTRIES = {
     "toy": registry.Experiment(module="tests.experiments.toy", summary="a toy"),
     "table2": registry.Experiment(module="no.such.module", summary="never loaded", tables="Tab 2"),

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-import run as command_line
 from experiments import add_adapter, results
+from experiments import main as command_line
 
 
 def test_at_tiny_scale(tmp_path, monkeypatch):

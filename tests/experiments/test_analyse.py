@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-import run as command_line
 from experiments import analyse, results
+from experiments import main as command_line
 from molora_jax.analysis import BASE_ONLY
 from molora_jax.models import load_base
 from molora_jax.routing import VocabularyRouter

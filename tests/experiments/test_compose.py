@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-import run as command_line
 from experiments import compose, compose_report, overhead, results
+from experiments import main as command_line
 from molora_jax.adapters import Composition
 from molora_jax.models import load_base
 from molora_jax.training import Evaluation

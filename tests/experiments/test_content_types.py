@@ -6,8 +6,8 @@ import types
 import numpy as np
 import pytest
 
-import run as command_line
 from experiments import content_types, content_types_report, results
+from experiments import main as command_line
 from molora_jax.training.data import make_batch
 
 

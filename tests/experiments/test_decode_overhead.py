@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-import run as command_line
 from experiments import decode_overhead, results
+from experiments import main as command_line
 from molora_jax.generation import Generation, Request
 from pallas_kernels import Routing
 

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-import run as command_line
 from experiments import interleaved, results
+from experiments import main as command_line
 from experiments.interleaved_data import (
     GRID,
     MODALITIES,

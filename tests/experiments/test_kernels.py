@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import run as command_line
 from experiments import (
     kernel_batch,
     kernel_orders,
@@ -22,6 +21,7 @@ from experiments import (
     results,
     strategies,
 )
+from experiments import main as command_line
 from pallas_kernels import bench
 from pallas_kernels.baselines import full_passes
 from pallas_kernels.shapes import ProblemSize

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import run as command_line
 from experiments import latency, registry, results, swap
+from experiments import main as command_line
 from experiments.latency_steps import Cell, Latencies, Layer, Trace
 
 # By registry name: claims, and the picture.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import run as command_line
+from experiments import main as command_line
 from experiments import model_passes, random_models, results, turns
 from molora_jax.models import Decoder, load_base
 from molora_jax.models.weights import array_shapes

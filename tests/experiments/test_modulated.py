@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-import run as command_line
+from experiments import main as command_line
 from experiments import modulated, modulated_task, results
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import run as command_line
 from experiments import artifacts, gallery, paper_page, registry, results
+from experiments import main as command_line
 from experiments.gallery import best_runs, find_runs
 from experiments.paper_tables import PAPER, entries_of
 from experiments.run_folder import Claim
@@ -220,7 +220,7 @@ def test_a_results_folder_of_another_kind_is_not_replaced(tmp_path, workdir, cap
 
 
 def test_the_committed_results_can_be_read():
-    folder = pathlib.Path(command_line.__file__).parent / "results"
+    folder = pathlib.Path(command_line.__file__).parents[1] / "results"
     for run in find_runs([folder] if folder.is_dir() else []):
         assert run.experiment == run.path.name
         assert (run.path / "config.gin").exists()

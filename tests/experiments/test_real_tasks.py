@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-import run as command_line
+from experiments import main as command_line
 from experiments import real_tasks, results
 from experiments import real_tasks_data as data
 from experiments.real_tasks_measure import MAX_ANSWER, Asked, parting, score

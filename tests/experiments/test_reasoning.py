@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import run as command_line
+from experiments import main as command_line
 from experiments import reasoning, reasoning_data, reasoning_tasks, results
 from experiments.reasoning_router import EvidenceRouter
 from experiments.reasoning_text import WORDINGS

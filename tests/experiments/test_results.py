@@ -12,11 +12,11 @@ import types
 
 import pytest
 
-import run as command_line
 from experiments import artifacts, results
+from experiments import main as command_line
 from tests.experiments import toy
 
-ROOT = pathlib.Path(command_line.__file__).parent
+ROOT = pathlib.Path(command_line.__file__).parents[1]
 
 
 @pytest.fixture
@@ -372,7 +372,7 @@ def test_tiny_sizes_have_no_verdict(workdir):
 # A whole program, killed: the artifact's own checkpoint decides where the next try goes on.
 PROGRAM = """
 import sys, time, pathlib, types
-import run as command_line
+from experiments import main as command_line
 from absl import app
 from experiments import registry
 from tests.experiments import toy

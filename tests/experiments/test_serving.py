@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-import run as command_line
+from experiments import main as command_line
 from experiments import results, serving, serving_report
 from molora_jax.generation.simulate import Simulation
 

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-import run as command_line
+from experiments import main as command_line
 from experiments import results, specialists, specialists_task, specialists_training
 from experiments.specialists_report import clear, crossing
 from molora_jax.models.decoder import Decoder

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-import run as command_line
+from experiments import main as command_line
 from experiments import results, synthetic, synthetic_task
 from experiments.synthetic_training import arm_config
 

@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 
-import run as command_line
+from experiments import main as command_line
 from experiments import results, train_adapter, train_router
 from molora_jax.adapters import (
     PROJECTIONS,

@@ -4,7 +4,7 @@ import sys
 
 from absl import app
 
-import run
+from experiments import main as run
 from experiments import registry
 
 ENTRIES = {"toy": registry.Experiment(module="tests.experiments.toy", summary="a toy")}

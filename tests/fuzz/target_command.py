@@ -16,7 +16,7 @@ from absl import flags
 from absl.testing import flagsaver
 from hypothesis import strategies as st
 
-import run
+from experiments import main as run
 from experiments import registry
 from molora_jax.models.tiny import tiny_tokenizer
 from molora_jax.training import read_windows
