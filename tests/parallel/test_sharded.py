@@ -42,7 +42,9 @@ def run(folder, *, steps, parts, meshes, processes=1, devices=8):
 def check_same(found, whole):
     """Loss curves within 1e-4, routing and served tokens the same."""
     assert found.keys() == whole.keys()
-    for name in {"adapter", "router"} & found.keys():
+    for name in sorted({"adapter", "router"} & found.keys()):
+        pairs = zip(found[name], whole[name], strict=True)
+        print(f"{name}: losses differ by {max(abs(a - b) for a, b in pairs):.1e} at most")
         assert found[name] == pytest.approx(whole[name], abs=1e-4, rel=0)
         assert whole[name][0] != pytest.approx(whole[name][-1], abs=1e-3)  # it was trained
     if "nll" in found:
