@@ -12,6 +12,8 @@ FUZZ_INPUTS ?= 100000
 KILLS ?= 20
 DEVICELESS_ARGS ?=
 ORACLES := tests/parity/requirements.txt
+NOTEBOOKS := experiments/notebooks
+PAGES := out/notebooks
 CHECKED := run.py molora_jax pallas_kernels experiments
 
 # The environment gets JAX for the CPU, so other platforms are not looked for: JAX stays quiet.
@@ -43,7 +45,7 @@ PARALLEL := -n 2 --dist loadfile --max-worker-restart=0
 # markers of tests that need more than the extra "dev" installs
 NEEDS_MORE := parity or gpu or deviceless
 
-.PHONY: demo test test-long kill-test fuzz parity deviceless lint format constraints clean
+.PHONY: demo test test-long kill-test fuzz parity deviceless notebooks lint format constraints clean
 
 demo: $(VENV)/.installed
 	$(python) run.py --experiment=compose
@@ -71,6 +73,18 @@ parity: $(VENV)/.installed-oracles
 deviceless: $(VENV)/.installed-deviceless
 	$(python) -m pytest -m deviceless $(PYTEST_ARGS)
 	$(python) -m pallas_kernels.deviceless $(DEVICELESS_ARGS)
+
+# Runs the notebooks and writes them as pages into out/notebooks, with the packages of their own
+# requirements.txt. `make notebooks MOLORA_SCALE=tiny` takes a minute, and its numbers mean nothing;
+# NOTEBOOK=NAME runs one.
+notebooks: $(VENV)/.installed-notebooks
+	@mkdir -p $(PAGES)
+	@set -e; for file in $(NOTEBOOKS)/$(or $(NOTEBOOK),*).py; do \
+	  name=$$(basename $$file .py); echo "$$name"; \
+	  $(python) -m jupytext --quiet --to ipynb --output $(PAGES)/$$name.ipynb $$file; \
+	  MOLORA_OUT=$(CURDIR)/$(PAGES) $(python) -m nbconvert --execute --to html \
+	    --log-level WARN --ExecutePreprocessor.timeout=3600 $(PAGES)/$$name.ipynb; done
+	@echo "Written to $(PAGES)/*.html"
 
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check .
@@ -112,6 +126,10 @@ $(VENV)/.installed-dev: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 
 $(VENV)/.installed-deviceless: $(VENV)/pyvenv.cfg pyproject.toml constraints.txt
 	@$(call install,-e ".[dev$(comma)deviceless]")
+	@touch $@
+
+$(VENV)/.installed-notebooks: $(VENV)/.installed $(NOTEBOOKS)/requirements.txt
+	@$(call install,-r $(NOTEBOOKS)/requirements.txt)
 	@touch $@
 
 # By pip alone, whose own settings say where a CPU build of torch lies (see the file).

@@ -17,7 +17,7 @@ import jax
 from absl import logging
 
 from molora_jax.models.cache import cache_folder, write_atomically
-from molora_jax.parallel.processes import broadcast, is_primary
+from molora_jax.parallel.processes import broadcast, is_primary, together
 
 T = TypeVar("T")
 
@@ -105,7 +105,7 @@ def cached(
         if folder.exists() and (damage := _damage(folder)):
             logging.warning("cached %s %s is damaged (%s); making it anew", kind, key, damage)
             shutil.rmtree(folder)
-        if broadcast(folder.exists()):
+        if broadcast(str(folder) if folder.exists() else ""):
             logging.info("%s %s: from the cache", kind, key)
         else:
             partial.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def cached(
                 raise ValueError(f"make() of artifact {kind!r} wrote no file into {partial}")
             write_atomically(partial / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
             os.replace(partial, folder)
-        return load(folder)
+        return together(lambda: load(folder))
 
 
 def _of_the_primary(
@@ -126,16 +126,21 @@ def _of_the_primary(
 
     Processes compute together, so all of them make it where one does.
     """
-    if not broadcast(None):
+    there = broadcast(None)
+    if not there:
         with tempfile.TemporaryDirectory() as scratch:
             make(pathlib.Path(scratch))
-            return load(pathlib.Path(scratch))
-    if not folder.exists():
-        raise FileNotFoundError(
-            f"process 0 has {folder} in its cache, and process {jax.process_index()} does not see "
-            "it: MOLORA_CACHE has to lie on a file system that all hosts share"
-        )
-    return load(folder)
+            return together(lambda: load(pathlib.Path(scratch)))
+
+    def load_shared() -> T:
+        if not folder.exists():
+            raise FileNotFoundError(
+                f"process 0 has {there} in its cache, and process {jax.process_index()} has no "
+                f"{folder}: MOLORA_CACHE has to name a folder that all hosts share"
+            )
+        return load(folder)
+
+    return together(load_shared)
 
 
 def _damage(folder: pathlib.Path) -> str | None:

@@ -80,6 +80,22 @@ class Comparison:
             text += "".join(f"- {entry.path}: {entry.problem}\n" for entry in self.apart)
         return text
 
+    def __str__(self) -> str:
+        return self.markdown()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        shown = self.metrics()[:SHOWN_METRICS]
+        rows = [
+            [entry.path.name, *(_cell(entry.show(name)) for name in self.names)]
+            + [entry.metrics.get(name) for name in shown]
+            for entry in self.runs
+        ]
+        return display.Table(
+            ["run", *self.names, *shown], rows, title=self.experiment
+        )._repr_html_()
+
     def csv(self) -> str:
         """Every run, unfinished ones too, with its folder and all its metrics, unrounded."""
         metrics = self.metrics()
@@ -138,6 +154,10 @@ def compare(entries: Iterable[Entry], *, by: str = "", order: str = "") -> Compa
 
     Raises:
       ValueError: no run has such a metric, or its name does not tell the order.
+
+        >>> comparison = compare(load_runs("results/table14"))
+        >>> [run.path.name for run in comparison.runs]
+        ['table14']
     """
     entries = list(entries)
     (experiment,) = {entry.experiment for entry in entries if entry.experiment} or {"?"}

@@ -5,9 +5,12 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from absl import flags
+
+T = TypeVar("T")
 
 PROCESSES = ("coordinator", "process_id", "num_processes")
 
@@ -46,6 +49,28 @@ def join(values: flags.FlagValues) -> None:
         num_processes=values.num_processes,
         process_id=values.process_id,
     )
+
+
+def together(work: Callable[[], T]) -> T:
+    """What `work` returns; with several processes, once it has returned in all of them.
+
+    Raises what it raises in any: ValueError or OSError.
+    """
+    from molora_jax.parallel import together as in_all
+
+    return in_all(work)
+
+
+def leave(code: int) -> int:
+    """The exit code. Where a process of several failed it ends here and now, so that the others,
+    which may wait for it, learn of it at once and not after JAX's five minutes."""
+    import jax
+
+    if code and jax.process_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 @contextlib.contextmanager

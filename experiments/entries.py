@@ -5,9 +5,12 @@ import fcntl
 import json
 import pathlib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments import registry
+
+if TYPE_CHECKING:
+    from molora_jax.display import Table
 
 RESULT, CONFIG = "result.json", "config.json"
 DIGEST = " (digest)"
@@ -28,6 +31,19 @@ class Entry:
     shown: dict[str, str]
     metrics: dict[str, float | None]
     problem: str = ""
+    claims: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def claim_table(self) -> "Table":
+        """The paper's claims beside this run's numbers, as a notebook shows them."""
+        from molora_jax.display import Table  # reading folders needs no JAX
+
+        verdict = {True: "yes", False: "no", None: "no verdict"}
+        rows = [
+            [c["id"], c["paper"], c["ours"], c["direction"], verdict[c["holds"]], c["note"]]
+            for c in self.claims
+        ]
+        header = ["claim", "paper", "ours", "better", "holds", "note"]
+        return Table(header, rows, title=f"{self.experiment} ({self.path.name})")
 
     def show(self, name: str) -> Any:
         """A setting for people, "" where the run has none of that name."""
@@ -83,7 +99,21 @@ def read(path: pathlib.Path, *, experiment: str = "") -> Entry:
         shown=shown,
         metrics=result.get("metrics", {}),
         problem=registry.one_line(problem),
+        claims=result.get("claims", []),
     )
+
+
+def load_runs(*paths: str | pathlib.Path) -> list[Entry]:
+    """Every run among `paths` and in them: run folders, workdirs, or a gallery such as results/.
+
+    Raises:
+      ValueError: one is no run and holds none.
+
+        >>> (run,) = load_runs("results/table14")
+        >>> run.experiment, len(run.claims)
+        ('table14', 2)
+    """
+    return [read(path) for path in find(map(pathlib.Path, paths))]
 
 
 def read_result(path: pathlib.Path) -> dict[str, Any]:

@@ -185,11 +185,15 @@ def main(
         if _LAUNCHER.value != "here":
             sweeps.keep_off_devices()
         devices.join(flags.FLAGS)
-        module = entries[name].load()
-        points = sweeps.points(module, sweeps.names_of(_SWEEP.value))
-        resolved = [resolve(name, module, configs=configs, sweep_point=point) for point in points]
-        # What a config names (a data file, a base model) is read before anything starts, too.
-        digests = [module.digests(config) for config in resolved]
+
+        def resolve_all():
+            module = entries[name].load()
+            points = sweeps.points(module, sweeps.names_of(_SWEEP.value))
+            configs_of = [resolve(name, module, configs=configs, sweep_point=p) for p in points]
+            # What a config names (a data file, a base model) is read before anything starts, too.
+            return module, points, configs_of, [module.digests(each) for each in configs_of]
+
+        module, points, resolved, digests = devices.together(resolve_all)
     except ValueError as error:
         _misused(str(error))
     except OSError as error:  # a model that cannot be fetched, a file that cannot be read
@@ -227,7 +231,7 @@ def main(
         status, _ = execute(resolved[0], digests[0])
     except ValueError as error:
         _misused(str(error))
-    return 0 if status == "complete" else 1
+    return devices.leave(0 if status == "complete" else 1)
 
 
 def _worth_reading(record: logging.LogRecord) -> bool:

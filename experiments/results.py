@@ -20,12 +20,13 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from absl import logging
 
 from experiments import artifacts, registry
 from experiments.provenance import environment, source_digest
 from experiments.run_folder import Claim, Run, read_result
-from molora_jax.parallel.processes import broadcast, is_primary
+from molora_jax.parallel import broadcast, check_same, current_mesh, is_primary
 from molora_jax.training import NonFiniteLossError
 
 __all__ = ["Claim", "Run", "config_gin", "execute", "hand_out", "is_finished", "run_id"]
@@ -59,6 +60,11 @@ def execute(
     """
     path = workdir / name / run_id(name, config, digests)
     again = rerun or retrain
+    mesh = current_mesh()
+    told = {f"config.{key}": value for key, value in artifacts.plain(config).items()}
+    told |= {f"digest of {key}": value for key, value in digests.items()}
+    told |= {"scale": scale, "rerun": rerun, "retrain": retrain, "source code": source_digest()}
+    check_same("run", told | {"mesh": mesh and dict(mesh.shape)})
 
     def shown(found: dict | None) -> str:
         """The first of several processes looks, and all do as it says."""
@@ -162,8 +168,14 @@ def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
             # A KeyError's message is the key alone.
             kind = "KeyError: " if isinstance(error, KeyError) else ""
             said = registry.one_line(f"{kind}{error}").rstrip(".")
+            where = f"the traceback is in {path / ERROR_FILE}" if is_primary() else trace.decode()
+            print(f"{name} failed: {said}; {where}", file=sys.stderr)
+        elif jax.process_count() > 1 and isinstance(error, jax.errors.JaxRuntimeError):
             print(
-                f"{name} failed: {said}; the traceback is in {path / ERROR_FILE}", file=sys.stderr
+                f"{name} failed: another process of the run ended or cannot be reached; its own "
+                "output says why. The same command, in all of them, goes on from the last "
+                f"checkpoint ({registry.one_line(str(error))[:200]})",
+                file=sys.stderr,
             )
         else:
             logging.exception("%s: failed", path)

@@ -15,6 +15,7 @@ from absl import logging
 from experiments import artifacts, registry
 from experiments.provenance import environment
 from molora_jax.adapters.folders import check_folder, new_folder
+from molora_jax.parallel.processes import is_primary
 
 T = TypeVar("T")
 Number = float | int | None
@@ -230,7 +231,7 @@ def deliver(made: pathlib.Path, out: str, *, owned: Collection[str] = ()) -> Non
       ValueError: `out` holds files of another kind; nothing is replaced.
     """
     names = {each.name for each in made.iterdir()} | set(owned)
-    if out:
+    if out and is_primary():
         with new_folder(out, owned=names, overwrite=True) as folder:
             shutil.copytree(made, folder, dirs_exist_ok=True)
         print(f"Copied to {out}")

@@ -111,7 +111,11 @@ class TextAnalysis:
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
-    """Several texts under one or two routers: `adapters` are the J names, in order of index."""
+    """Several texts under one or two routers: `adapters` are the J names, in order of index.
+
+    >>> mj.analyse(base, ["two words"], {"router": composition}, forced=False).adapters
+    ('code', 'math')
+    """
 
     adapters: tuple[str, ...]
     texts: tuple[TextAnalysis, ...]
@@ -131,6 +135,10 @@ def analyse(
 
     Raises ValueError for a text without tokens, one longer than the model's context, and a
     composition for another base.
+
+        >>> found = mj.analyse(base, ["two words"], {"router": composition}, forced=False)
+        >>> found.texts[0].routers[0].gates.shape  # (L, N, k); a byte is a token of this base
+        (4, 9, 1)
     """
     for name, composition in compositions.items():
         if composition.base_digest != base.digest:

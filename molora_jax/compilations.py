@@ -14,6 +14,11 @@ def count_compilations() -> Iterator[list[str]]:
 
     Of all threads of the process. Every array operation outside `jit` compiles a program of its own
     when its shapes are new, so prepare the inputs before entering.
+
+        >>> with mj.count_compilations() as compiled:
+        ...     _ = jax.jit(lambda x: x + 1)(np.float32(1))
+        >>> len(compiled)
+        1
     """
     compiled: list[str] = []
 

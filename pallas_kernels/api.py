@@ -72,6 +72,11 @@ def lora_delta(
       ValueError: shapes or dtypes that do not fit; outside `jit` also an id or a rank out of range,
         with its position; a plan for another strategy or other sizes.
       NotImplementedError: a backend that cannot run here, and why.
+
+        >>> x, a, b = jnp.ones((3, 8)), jnp.ones((2, 4, 8)), jnp.ones((2, 4, 6))
+        >>> routing = Routing(jnp.array([[0], [1], [-1]]), jnp.ones((3, 1)))
+        >>> lora_delta(x, a, b, routing)[:, 0].tolist()
+        [32.0, 32.0, 0.0]
     """
     (y,) = lora_deltas(
         x, (lora_a,), (lora_b,), routing,
@@ -98,6 +103,12 @@ def lora_deltas(
 
     One lora_a, lora_b, base and ranks for each projection, in the same order; they may differ in
     R and F, and hold the same slots and layers. The rest, errors included, is as in `lora_delta`.
+
+        >>> x, a, b = jnp.ones((3, 8)), jnp.ones((2, 4, 8)), jnp.ones((2, 4, 6))
+        >>> routing = Routing(jnp.array([[0], [1], [-1]]), jnp.ones((3, 1)))
+        >>> q, k = lora_deltas(x, [a, a], [b, b[..., :2]], routing)
+        >>> q.shape, k.shape
+        ((3, 6), (3, 2))
     """
     num_projections = len(lora_a)
     if not num_projections:
@@ -179,6 +190,12 @@ def make_plan(
 
     Raises:
       ValueError, NotImplementedError: as `lora_delta`.
+
+        >>> x, a, b = jnp.ones((3, 8)), jnp.ones((2, 4, 8)), jnp.ones((2, 4, 6))
+        >>> routing = Routing(jnp.array([[0], [1], [-1]]), jnp.ones((3, 1)))
+        >>> plan = make_plan(routing, num_slots=2, strategy="grouped")
+        >>> lora_delta(x, a, b, routing, plan=plan).shape
+        (3, 6)
     """
     check_routing(routing, num_slots)
     strategies.check_names(strategy, backend)

@@ -11,7 +11,11 @@ from pallas_kernels.types import Routing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProblemSize:
-    """One routed projection, in the symbols N, D, F, R, K, k."""
+    """One routed projection, in the symbols N, D, F, R, K, k.
+
+    >>> ProblemSize(num_tokens=64, d_in=8, d_out=6, rank=2, num_slots=4, top_k=2).top_k
+    2
+    """
 
     num_tokens: int
     d_in: int

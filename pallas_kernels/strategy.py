@@ -71,6 +71,10 @@ def explain(size: ProblemSize, device: str = "h200") -> str:
     Args:
       size: N, k, K, R, D and F.
       device: h200, for bfloat16 inputs, or cpu, for float32 ones.
+
+        >>> size = ProblemSize(num_tokens=64, d_in=64, d_out=64, rank=4, num_slots=2, top_k=1)
+        >>> print(explain(size, device="cpu").splitlines()[0])
+        cpu: num_tokens 64, d_in 64, d_out 64, rank 4, num_slots 2, top_k 1; floor 0.05 MB, 0.9 µs
     """
     if device not in cost.DEVICES:
         raise ValueError(f"device is {device!r}; expected one of {', '.join(cost.DEVICES)}")

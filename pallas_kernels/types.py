@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.arrays import Array, Float, Int
+from pallas_kernels.notebook import routing_html
 
 
 @jax.tree_util.register_dataclass
@@ -17,11 +18,17 @@ class Routing:
 
     `adapter_ids[n, j]` is a slot of the bank, −1 for no adapter; `gates[n, j]` its weight.
     A stacked Routing (one decision per layer) carries a leading layer axis on both.
+
+        >>> Routing(np.array([[0, 1], [2, -1]]), np.array([[0.7, 0.3], [1.0, 0.0]])).gates.shape
+        (2, 2)
     """
 
     # numpy where it has been fetched to the host.
     adapter_ids: Int[Array | np.ndarray, "*L N k"]
     gates: Float[Array | np.ndarray, "*L N k"]
+
+    def _repr_html_(self) -> str | None:
+        return routing_html(self.adapter_ids, self.gates)
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +62,10 @@ class DispatchPlan:
 
     Made by `make_plan` from the ids alone, so any gates go with it. Where the backend is chosen by
     the platform there are tiles for each; inside `jit` those of the others are dead code.
+
+        >>> routing = Routing(jnp.array([[0], [1], [0]]), jnp.ones((3, 1)))
+        >>> make_plan(routing, num_slots=2, strategy="grouped").adapter_ids.shape  # (N, k)
+        (3, 1)
     """
 
     tiles: Mapping[str, Tiles]  # by platform, "default" for any other

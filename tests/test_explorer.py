@@ -12,7 +12,7 @@ import pytest
 
 from molora_jax.analysis import Analysis, RouterTrace, TextAnalysis, words_of
 from molora_jax.display.explorer import explorer_page, packed
-from molora_jax.display.text import PALETTE
+from pallas_kernels.notebook import PALETTE
 
 HOSTILE = "</script><script>document.title='in'</script>"
 PIECES = ["def", " f", "\n", HOSTILE, "<!--", " \"q'&amp;", "é", "\u202edlrow", "{{js}}"]

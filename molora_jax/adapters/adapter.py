@@ -82,6 +82,10 @@ class Adapter:
     modules     {"layers.3.self_attn.q_proj": LoraPair}, in the order of layers and PROJECTIONS
     config      the adapter_config.json it has in a PEFT folder
     statistics  what a router must know of its data, where it came with them (`with_statistics`)
+
+        >>> a, b = np.ones((2, 64), np.float32), np.ones((64, 2), np.float32)  # A (r, D), B (F, r)
+        >>> mj.Adapter.from_arrays("ones", {"layers.0.self_attn.q_proj": (a, b)}, alpha=4).rank
+        2
     """
 
     name: str

@@ -27,7 +27,7 @@ from molora_jax.adapters.slot_format import (
     zeros,
 )
 from molora_jax.adapters.stack import AdapterStack, Stacks
-from molora_jax.parallel import computing, current_mesh, place
+from molora_jax.parallel import check_same, computing, current_mesh, place
 from molora_jax.parallel.local import constrain_tree
 
 
@@ -76,6 +76,12 @@ class AdapterBank:
 
     A write gives the old buffers back to the device (donation): take `bank.stacks` anew for every
     step, since a reference kept from before a load is deleted and says so when used.
+
+        >>> bank = mj.AdapterBank(base.config, num_slots=2, max_rank=4)
+        >>> bank.load(code).slot
+        0
+        >>> bank.stacks["q_proj"].lora_a.shape  # (L, K, R, D)
+        (4, 2, 4, 64)
     """
 
     def __init__(
@@ -105,8 +111,8 @@ class AdapterBank:
                     "lower max_rank, or name fewer projections"
                 )
         self.num_slots = check_positive("num_slots", num_slots)
-        self._mesh = current_mesh()
-        parts = 1 if self._mesh is None else self._mesh.shape["slots"]
+        self.mesh = current_mesh()  # over which the slots' weights are split
+        parts = 1 if self.mesh is None else self.mesh.shape["slots"]
         if self.num_slots % parts and self.num_slots > parts:  # fewer lie whole on every device
             raise ValueError(
                 f"num_slots is {self.num_slots}, and the mesh splits the bank over slots={parts}: "
@@ -118,7 +124,7 @@ class AdapterBank:
         self._next_id = 0
         logging.info("allocating %s", str(self).splitlines()[0])
         empty = {name: zeros(self.format.layout(name, self.num_slots)) for name in self.projections}
-        self.stacks: Stacks = place(empty, self._mesh, title="adapter bank")
+        self.stacks: Stacks = place(empty, self.mesh, title="adapter bank")
         self._layers: tuple[Stacks, ...] | None = None
 
     @property
@@ -129,7 +135,7 @@ class AdapterBank:
         Made when first asked for and written along from then on; memory holds both.
         """
         if self._layers is None:
-            with computing(self._mesh):
+            with computing(self.mesh):
                 self._layers = split_layers(self.stacks)
         return self._layers
 
@@ -311,6 +317,13 @@ class AdapterBank:
         ]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from molora_jax.display.tables import bank_table
+
+        return bank_table(self)._repr_html_()
+
     def _read(self, adapter: Adapter | str | Path, name: str | None) -> tuple[Adapter, LoadReport]:
         """The adapter, checked against the bank, with its report under the name it will have."""
         if isinstance(adapter, Adapter):
@@ -379,6 +392,8 @@ class AdapterBank:
         self._last_used[slot] = self._clock
 
     def _put(self, slot: int, staged: StagedAdapter, transferred: Stacks | None) -> LoadReport:
+        if self.mesh is not None:
+            check_same("adapter to load", {"digest": staged.digest, "slot": slot})
         self._write(slot, staged.content, transferred)
         report = dataclasses.replace(staged.report, slot=slot)
         self._occupants[slot] = Occupant(slot, self._next_id, report.name, staged.adapter, report)
@@ -389,11 +404,12 @@ class AdapterBank:
     def _write(self, slot: int, content: HostSlot, transferred: Stacks | None = None) -> None:
         # The transfer comes first: where it fails for memory, nothing has been donated yet. Arrays
         # of the host are transferred by the program's call, a CPU's without a copy.
-        if transferred is None:
+        # To a mesh the program brings it by itself: each device needs its part alone.
+        if transferred is None or self.mesh is not None:
             host: dict[str, Any] = dict(content)
             transferred = {p: AdapterStack(*arrays) for p, arrays in host.items()}
         transferred = jax.block_until_ready(transferred)
-        with computing(self._mesh):
+        with computing(self.mesh):
             self.stacks = write_slot(self.stacks, np.int32(slot), transferred)
             if self._layers is not None:
                 self._layers = write_layers(self._layers, np.int32(slot), transferred)

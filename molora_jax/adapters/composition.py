@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from absl import logging
@@ -52,6 +52,12 @@ class Composition:
     column_digests          of each router column's adapter, in order; "" for a column without one
     labels_used             whether the router's training was told whose own data a token came from
     metrics                 numbers worth keeping with it; one that is not finite is saved as null
+
+        >>> router = mj.PrototypeRouter(np.ones((4, 64, 2)), top_k=1)
+        >>> composition = mj.Composition.of(base, bank, router)
+        >>> folder = composition.save(tmp / "composition")
+        >>> mj.Composition.load(folder, base).column_names
+        ('code', 'math')
     """
 
     base_name: str
@@ -70,6 +76,53 @@ class Composition:
                 f"the router has {wanted} columns and column_digests {len(self.column_digests)}: "
                 "give the digest of one adapter for each column, in order"
             )
+
+    @classmethod
+    def of(
+        cls,
+        base: BaseModel,
+        bank: AdapterBank,
+        router: Router,
+        *,
+        labels_used: bool | None = None,
+    ) -> Composition:
+        """A router whose columns are the adapters in the bank, in the order of `bank.list()`.
+
+        That is the order in which `train_router` makes them. Raises ValueError for another number
+        of columns than of adapters.
+        """
+        return cls(
+            base_name=base.name,
+            base_digest=base.digest,
+            bank=bank,
+            router=router,
+            column_digests=[each.digest for each in bank.list()],
+            labels_used=labels_used,
+        )
+
+    @property
+    def routed(self) -> dict[str, Any]:
+        """What decoder, `generate` and `evaluate` take: `generate(..., **composition.routed)`.
+
+        Taken anew for every call: a load or unload moves what is in it.
+        """
+        return {
+            "adapters": self.bank.stacks,
+            "router": self.router,
+            "column_to_slot": self.column_to_slot,
+        }
+
+    def __str__(self) -> str:
+        from molora_jax.display.tables import composition_table
+
+        return str(composition_table(self))
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from molora_jax.display.tables import composition_table
+
+        return composition_table(self)._repr_html_()
 
     @property
     def column_to_slot(self) -> Int[np.ndarray, " C"]:

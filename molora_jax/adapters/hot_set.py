@@ -56,6 +56,10 @@ class HotSet:
 
     `add`, `replace`, `remove`, `pin` and `prefetch` may be called from any thread. `acquire` and
     `release` write slots and belong to the thread that runs the steps.
+
+        >>> hot = mj.HotSet(mj.AdapterBank(base.config, num_slots=1, max_rank=4))
+        >>> hot.add(code).name, hot.add(math).name  # more than there are slots
+        ('code', 'math')
     """
 
     def __init__(self, bank: AdapterBank, *, host_budget: int | None = None):

@@ -49,6 +49,11 @@ def load_adapter(
 
     Tensors keep the dtype of the file, each its own; a bank converts them to its one dtype.
     Raises ValueError (FileNotFoundError where there is nothing), naming file, key and remedy.
+
+        >>> folder = mj.save_adapter(code, tmp / "code")
+        >>> adapter, report = mj.load_adapter(folder, config=base.config)
+        >>> adapter.digest == code.digest, len(report.matched)
+        (True, 16)
     """
     folder = read_peft_folder(path, name=name)
     name = check_label(folder.label if name is None else name)

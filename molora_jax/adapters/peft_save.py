@@ -41,6 +41,10 @@ def save_adapter(
 
     Raises ValueError for an adapter that is broken (NaN) or cannot be described (a scale that no
     alpha gives), so that its next user is not the one who finds out.
+
+        >>> folder = mj.save_adapter(code, tmp / "code")
+        >>> sorted(path.name for path in folder.iterdir())
+        ['README.md', 'adapter_config.json', 'adapter_model.safetensors']
     """
     with new_folder(path, owned=ADAPTER_FILES, overwrite=overwrite) as folder:
         write_adapter(adapter, folder, card=card)

@@ -17,6 +17,9 @@ class LoadReport:
     modules    rows (projection, layers, ranks, scales), each entry a sorted tuple of what occurs
     base_name  the base that the adapter says it was trained on, without private paths
     slot       where it lies in a bank, and `bank_dtype` what it was converted to there
+
+        >>> bank.inspect("code").ranks["q_proj"], bank.inspect("code").slot
+        ((4,), 0)
     """
 
     name: str
@@ -87,6 +90,11 @@ class LoadReport:
         lines += [f"  note      {text}" for text in self.notes]
         lines += [f"  WARNING   {text}" for text in self.warnings]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from molora_jax.display.tables import report_table
+
+        return report_table(self)._repr_html_()
 
 
 LOCAL_PATH = "(a local path)"

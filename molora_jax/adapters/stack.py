@@ -21,6 +21,10 @@ class AdapterStack:
     lora_a  (L, K, R, D)    lora_b  (L, K, R, F)    ranks  (L, K) int32, 0 where not adapted
 
     A scan over layers, or an index, slices the leading axis off all three.
+
+        >>> stack = bank.stacks["k_proj"]
+        >>> stack.lora_a.shape, stack.lora_b.shape, stack.ranks.shape
+        ((4, 2, 4, 64), (4, 2, 4, 32), (4, 2))
     """
 
     lora_a: Float[Array, "*L K R D"]

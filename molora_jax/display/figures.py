@@ -3,6 +3,8 @@
 They are made without pyplot: nothing global is set and no window opens. `save_figure` writes one.
 """
 
+import functools
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +14,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Float
 
-from molora_jax.display.text import PALETTE, adapter_color, printable_pieces, show_breaks
+from molora_jax.display.text import adapter_color, printable_pieces, show_breaks
+from pallas_kernels.notebook import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -143,9 +146,22 @@ def save_figure(figure: "Figure", path: str | os.PathLike[str]) -> Path:
 
 def _figure(width: float, height: float) -> "Figure":
     # Imported here: matplotlib takes half a second, and most of the library does not draw.
+    return _picture_class()(figsize=(width, height), layout="constrained")
+
+
+@functools.cache
+def _picture_class() -> "type[Figure]":
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    class Picture(Figure):
+        """A Figure that a notebook shows by itself; matplotlib's own needs pyplot for that."""
+
+        def _repr_png_(self) -> bytes:
+            content = io.BytesIO()
+            self.savefig(content, format="png", dpi=100, facecolor="white")
+            return content.getvalue()
+
+    return Picture
 
 
 def _drawable(text: str) -> str:

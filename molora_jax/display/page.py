@@ -8,13 +8,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
 from molora_jax.display.text import (
-    PALETTE,
     adapter_color,
     adapter_list,
     adapter_name,
     adapter_shares,
     printable_pieces,
 )
+from pallas_kernels.notebook import PALETTE
 
 _UNDERLINES = ("solid", "dashed", "dotted", "double", "wavy")
 

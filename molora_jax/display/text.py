@@ -11,10 +11,10 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart, without its black; and the
-# nearest of the 256 colours that every terminal has. Adapters past the seventh take the colours
+from pallas_kernels.notebook import slot_color
+
+# The nearest of the 256 colours that every terminal has. Adapters past the seventh take the colours
 # again with another underline.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _TERMINAL_256 = (25, 214, 36, 175, 74, 166, 227)
 _TERMINAL_DARK = (0, 5)  # the backgrounds on which white reads better than black
 _BASE_ONLY = "base only"
@@ -22,7 +22,7 @@ _BASE_ONLY = "base only"
 
 def adapter_color(index: int) -> str:
     """Colour of an adapter, the same in every picture; grey for −1, the base alone."""
-    return "#999999" if index < 0 else PALETTE[index % len(PALETTE)]
+    return slot_color(index)
 
 
 def printable_pieces(tokens: Sequence[str | bytes]) -> list[str]:

@@ -25,7 +25,7 @@ from molora_jax.generation.profiles import Profile, Profiles
 from molora_jax.generation.request import Delta, Generation, Request, TokenLogprobs
 from molora_jax.generation.text_stream import TextStream
 from molora_jax.models.lookup import BaseModel
-from molora_jax.parallel import check_rows, computing, current_mesh, place
+from molora_jax.parallel import check_rows, check_same, computing, current_mesh, place
 from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing
 
@@ -63,6 +63,11 @@ class Engine:
     to divide.
 
     `submit` and `cancel` may be called from any thread; `step`, `run` and `warm_up` belong to one.
+
+        >>> engine = mj.Engine(base, rows=2, context=32)
+        >>> answers = engine.run([mj.Request(prompt=[104, 105], max_tokens=2, ignore_eos=True)])
+        >>> [answer.finish_reason for answer in answers]
+        ['length']
     """
 
     def __init__(
@@ -94,6 +99,11 @@ class Engine:
         self.profiles = Profiles(profiles or {}, config)
         self.max_waiting, self.strategy = max_waiting, strategy
         self._mesh = current_mesh()
+        if hot_set is not None and hot_set.bank.mesh != self._mesh:
+            raise ValueError(
+                f"the bank was made for {_words_of(hot_set.bank.mesh)} and the engine for "
+                f"{_words_of(self._mesh)}: make both under the same use_mesh"
+            )
         check_rows(rows, self._mesh, what="rows of an engine")
         self._tables = place(jax.device_put(self.profiles.tables), self._mesh)
         self._learned = place(self.profiles.learned, self._mesh, title="router")
@@ -128,6 +138,8 @@ class Engine:
         profile), QueueFull where too many wait already.
         """
         self._check(request)
+        if self._mesh is not None:
+            check_same("request", dataclasses.asdict(request))
         with self._lock:
             if len(self._waiting) >= self.max_waiting:
                 raise QueueFull(
@@ -472,6 +484,13 @@ def _tell(generation: Generation, delta: Delta) -> None:
         except Exception:  # the caller's: it must not cost the other rows of the step their tokens
             logging.exception("request %d: its on_delta failed; not called again", generation.id)
             generation.on_delta = None
+
+
+def _words_of(mesh: jax.sharding.Mesh | None) -> str:
+    if mesh is None:
+        return "no mesh"
+    sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
+    return f"a mesh of {sizes or 'one device'} ({mesh.devices.flat[0]} and on)"
 
 
 def _words(error: Exception) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from molora_jax.adapters import AdapterStack
 from molora_jax.generation.sampling import Sampling, sample
 from molora_jax.models.decoder import Decoder
-from molora_jax.parallel import computing, current_mesh, place
+from molora_jax.parallel import check_same, computing, current_mesh, place
 from molora_jax.parallel.local import constrain, constrain_tree
 from molora_jax.routing.reach import check_reach
 from molora_jax.token_ids import check_token_ids
@@ -25,6 +25,9 @@ class Generated:
     tokens   the new ids, the stop id included where one ended it
     routing  Routing of prompt and new tokens together, (L, n, k) numpy arrays; None for the base
     stopped  whether a stop id ended it, and not the length
+
+        >>> mj.Generated(tokens=[104, 105], routing=None, stopped=False).tokens
+        [104, 105]
     """
 
     tokens: list[int]
@@ -54,6 +57,11 @@ def generate(
 
     Raises ValueError for an empty prompt, ids outside the vocabulary, a length past the model's, a
     router that names an adapter which is not there, or logits that are not finite.
+
+        >>> routed = composition.routed  # adapters, router and column_to_slot
+        >>> (answer,) = mj.generate(base.decoder, [[104, 105]], max_new_tokens=3, **routed)
+        >>> len(answer.tokens), answer.routing.adapter_ids.shape  # (L, n, k)
+        (3, (4, 5, 1))
     """
     config = decoder.config
     if not prompts:
@@ -88,6 +96,9 @@ def generate(
         check_reach(router, adapters, column_to_slot, vocab_size=config.vocab_size)
 
     mesh = current_mesh()
+    if mesh is not None:
+        told = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
+        check_same("text to generate", told | {"prompts": [list(map(int, p)) for p in prompts]})
     decoder = place(decoder, mesh)
     routed = place({"adapters": adapters, "router": router}, mesh)
     routed["column_to_slot"] = column_to_slot

@@ -23,6 +23,10 @@ class Profile:
     router    VocabularyRouter, ControlTokenRouter, or a router with logits (LearnedRouter)
     adapters  the name of each of its columns' adapter
     digests   what those adapters must be, where the router was made for just these
+
+        >>> table = np.zeros(260, int)  # every token id to column 0
+        >>> mj.Profile(router=mj.VocabularyRouter(table), adapters=["code"]).num_columns
+        1
     """
 
     router: Router

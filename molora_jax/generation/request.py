@@ -31,6 +31,10 @@ class Request:
     adapter     one adapter for every token, by name; None with `profile` None is the base
     profile     a routing profile of the engine
     among       of a learned profile, the adapters that may be chosen; None: all of its columns
+
+        >>> request = mj.Request(prompt=base.tokenizer.encode("hi"), adapter="code", max_tokens=8)
+        >>> request.prompt, request.sampling.temperature
+        ((104, 105), 0.0)
     """
 
     prompt: Sequence[int]

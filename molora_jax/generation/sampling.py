@@ -15,6 +15,9 @@ class Sampling:
     """temperature 0 is greedy; top_k 0 and top_p 1 keep every token. Names as in transformers.
 
     Temperatures between 0 and MIN_TEMPERATURE are refused.
+
+        >>> mj.Sampling(temperature=0.7, top_p=0.9)
+        Sampling(temperature=0.7, top_k=0, top_p=0.9)
     """
 
     temperature: float = 0.0

@@ -40,6 +40,9 @@ class ModelConfig:
 
     `qkv_bias`, `o_bias`, `mlp_bias` say which projections add a bias; `qk_norm` whether each head's
     query and key are RMS-normalised (Qwen3); `max_positions` is the context length in tokens.
+
+        >>> base.config.projection_sizes()["down_proj"]  # (D, F)
+        (128, 64)
     """
 
     model_type: str

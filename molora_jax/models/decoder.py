@@ -150,6 +150,13 @@ class Decoder(nnx.Module):
 
     `arrays` are the stacked weights as the loaders of molora_jax.models return them: Hugging Face
     names without the layer index, e.g. "layers.self_attn.q_proj.weight" (L, F, D).
+
+        >>> tokens = jnp.array([[104, 105]])
+        >>> out = base.decoder(tokens, tokens > 0, **composition.routed)
+        >>> out.hidden.shape, base.decoder.logits(out.hidden).shape  # (B, S, D), (B, S, V)
+        ((1, 2, 64), (1, 2, 260))
+        >>> out.routing.adapter_ids.shape  # (L, N, k)
+        (4, 2, 1)
     """
 
     def __init__(self, config: ModelConfig, arrays: Mapping[str, ArrayLike]):

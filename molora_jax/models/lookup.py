@@ -27,7 +27,7 @@ from molora_jax.models.smollm2 import fetch_smollm2
 from molora_jax.models.tiny import tiny_arrays, tiny_config, tiny_tokenizer
 from molora_jax.models.tokenizer import Tokenizer
 from molora_jax.models.weights import DTYPES, load_safetensors, model_files, safetensors_files
-from molora_jax.parallel import check_fits, current_mesh, place
+from molora_jax.parallel import check_fits, check_same, current_mesh, place
 
 NAMES = ("smollm2-135m", "tiny-random")
 
@@ -37,6 +37,11 @@ class BaseModel:
     """A frozen base: the name it was asked for, and `digest`, the sha256 of its files.
 
     Of a folder these are weights, configuration and tokenizer; a GGUF file holds all of them.
+
+        >>> base
+        base tiny-random: llama, 4 layers of width 64, vocabulary 260, sha256:dcf20c07355b
+        >>> base.tokenizer.encode("hi")
+        [104, 105]
     """
 
     name: str
@@ -44,6 +49,15 @@ class BaseModel:
     decoder: Decoder
     tokenizer: Tokenizer
     digest: str
+
+    def __str__(self) -> str:
+        c = self.config
+        return (
+            f"base {self.name}: {c.model_type}, {c.num_layers} layers of width {c.hidden_size}, "
+            f"vocabulary {c.vocab_size}, sha256:{self.digest[:12]}"
+        )
+
+    __repr__ = __str__
 
 
 def load_base(name: str, *, dtype: str = "float32") -> BaseModel:
@@ -56,6 +70,10 @@ def load_base(name: str, *, dtype: str = "float32") -> BaseModel:
 
     Raises ValueError for a name that is none of these, with the nearest that is, and for files that
     are not a model this decoder computes; OSError where a model cannot be fetched.
+
+        >>> base = mj.load_base("tiny-random")
+        >>> base.config.num_layers, base.config.hidden_size
+        (4, 64)
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
@@ -67,6 +85,8 @@ def load_base(name: str, *, dtype: str = "float32") -> BaseModel:
         base = _from_folder(name, path, dtype)
     else:
         base = _from_gguf(name, path, dtype)
+    if current_mesh() is not None:
+        check_same("base model", {"digest": base.digest})
     if base.tokenizer.vocab_size > base.config.vocab_size:
         logging.warning(
             "base %s: its tokenizer has %d tokens, its embedding %d rows; ids from %d on have no "

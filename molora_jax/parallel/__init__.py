@@ -16,9 +16,12 @@ from molora_jax.parallel.mesh import (
 from molora_jax.parallel.processes import (
     barrier,
     broadcast,
+    check_same,
     fetch,
+    gather,
     is_primary,
     start_processes,
+    together,
 )
 from molora_jax.parallel.rules import AXES, RULES, TOKENS, RowData, check_fits
 
@@ -31,9 +34,11 @@ __all__ = [
     "broadcast",
     "check_fits",
     "check_rows",
+    "check_same",
     "computing",
     "current_mesh",
     "fetch",
+    "gather",
     "is_primary",
     "make_mesh",
     "parse_mesh",
@@ -41,6 +46,7 @@ __all__ = [
     "place_rows",
     "start_processes",
     "tell_pass",
+    "together",
     "token_shards",
     "use_mesh",
     "whole",

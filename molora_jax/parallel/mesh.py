@@ -64,6 +64,9 @@ def make_mesh(sizes: Mapping[str, int] | str, *, devices: Any = None) -> Mesh:
 def use_mesh(mesh: Mesh | None, *, explain: Callable[[str], None] | None = None) -> Iterator[None]:
     """What is loaded, trained, evaluated or served inside is split over the mesh; None: as without.
 
+    It holds in the thread that enters it and in no thread started inside; what is made inside, as
+    an Engine, keeps its mesh wherever it is used.
+
     explain  is told, as a table of text, how every tree that is placed was split
     """
     tokens = _MESH.set(mesh), _TOLD.set(explain)

@@ -1,6 +1,7 @@
 """Several processes that run one program in step: who writes, and how values reach all of them."""
 
 import pickle
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -69,6 +70,58 @@ def broadcast(value: T) -> T:
     # The others' content is ignored, but has to have the shape.
     padded = packed if is_primary() else np.zeros(size, np.uint8)
     return pickle.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
+
+
+def gather(value: Any) -> list[Any]:
+    """A picklable value of every process, by their order, on all: all of them have to call it."""
+    if jax.process_count() == 1:
+        return [value]
+    from jax.experimental import multihost_utils
+
+    packed = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(packed.size)))
+    padded = np.zeros(sizes.max(), np.uint8)
+    padded[: packed.size] = packed
+    all_packed = np.asarray(multihost_utils.process_allgather(padded))
+    return [
+        pickle.loads(each[:size].tobytes()) for each, size in zip(all_packed, sizes, strict=True)
+    ]
+
+
+def check_same(what: str, told: Mapping[str, Any]) -> None:
+    """Raises ValueError, in all processes, where they were told different things by some name.
+
+    They would compute together all the same, and what comes out would be neither's.
+    """
+    everywhere = gather(dict(told))
+    for index, each in enumerate(everywhere):
+        for name in sorted(everywhere[0].keys() | each.keys()):
+            first, other = everywhere[0].get(name), each.get(name)
+            if first != other:
+                raise ValueError(
+                    f"the processes do not agree on the {what}: {name} is {first!r} in process 0 "
+                    f"and {other!r} in process {index}. Start all of them with the same command, "
+                    "on hosts that see the same files"
+                )
+
+
+def together(work: Callable[[], T]) -> T:
+    """What `work` returns here, once it has returned in every process.
+
+    What it raises in one is raised in all, so that none waits for another that has given up.
+    """
+    value, error = None, None
+    try:
+        value = work()
+    except Exception as raised:
+        error = raised
+    failed = gather(None if error is None else (isinstance(error, ValueError), str(error)))
+    if error is not None:
+        raise error
+    for index, each in enumerate(failed):
+        if each is not None:
+            raise (ValueError if each[0] else OSError)(f"process {index}: {each[1]}")
+    return value
 
 
 def barrier(name: str) -> None:

@@ -47,6 +47,12 @@ class ControlTokenRouter(nnx.Module):
 
     The column in force is carried from call to call as `state` (B,), so that a text may be read in
     parts and generated token by token.
+
+        >>> router = mj.ControlTokenRouter.from_tokens({256: 0, 257: 1, 258: -1}, vocab_size=260)
+        >>> tokens = jnp.array([[104, 257, 105, 258]])
+        >>> routing, _, state = router(tokens, None, tokens > 0, jnp.array([-1]))
+        >>> routing.adapter_ids.ravel().tolist(), state.tolist()
+        ([-1, 1, 1, -1], [-1])
     """
 
     def __init__(

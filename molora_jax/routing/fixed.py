@@ -29,6 +29,11 @@ class VocabularyRouter(nnx.Module):
 
     table        (V,) column for each token id, −1 for none
     num_columns  C; None: one more than the largest column of the table
+
+        >>> router = mj.VocabularyRouter.from_ranges([(0, 128, 0), (128, 256, 1)], vocab_size=260)
+        >>> tokens = jnp.array([[104, 200, 259]])
+        >>> router(tokens, None, tokens > 0)[0].adapter_ids.ravel().tolist()
+        [0, 1, -1]
     """
 
     def __init__(self, table: Int[ArrayLike, " V"], *, num_columns: int | None = None):
@@ -112,6 +117,11 @@ class SequenceRouter(nnx.Module):
     """One adapter per row: plain multi-LoRA serving, and the baseline of per-token routing.
 
     row_adapters  (B,) column of each row, −1 for none
+
+        >>> tokens = jnp.ones((2, 3), int)
+        >>> routing, _, _ = mj.SequenceRouter(np.array([1, -1]))(tokens, None, tokens > 0)
+        >>> routing.adapter_ids.ravel().tolist()
+        [1, 1, 1, -1, -1, -1]
     """
 
     def __init__(self, row_adapters: Int[ArrayLike, " B"]):
@@ -156,6 +166,12 @@ class FixedRouter(nnx.Module):
 
     adapter_ids  (B, S, k) columns, −1 for none
     gates        (B, S, k); None: equal shares of 1 among the adapters a token has
+
+        >>> router = mj.FixedRouter(np.array([[[0, 1], [1, -1]]]))  # both adapters, then one
+        >>> tokens = jnp.array([[104, 105]])
+        >>> routing, _, _ = router(tokens, None, tokens > 0)
+        >>> routing.gates.tolist()  # (N, k)
+        [[0.5, 0.5], [1.0, 0.0]]
     """
 
     def __init__(

@@ -21,6 +21,10 @@ class LearnedRouter(HiddenRouter):
 
     For training by the language-model loss use `with_top_k(num_columns)`: the dense mixture, in
     which every column has a gradient. The parameters are the same, so evaluation takes any top_k.
+
+        >>> router = mj.LearnedRouter(64, 2, top_k=1, num_layers=4, rngs=nnx.Rngs(0))
+        >>> router.with_top_k(2).top_k, router.num_columns
+        (2, 2)
     """
 
     def __init__(

@@ -73,6 +73,13 @@ class StatisticsRouter(LinearRouter):
 
     See `statistics` and `closed_form`. Built by `solve`; adding or removing an adapter is solving
     again, which needs no data and changes no shape.
+
+        >>> one, two = (mj.RouterStatistics(4, 64, num_features=8) for _ in range(2))
+        >>> for seed, each in enumerate((one, two)):
+        ...     inputs = np.random.default_rng(seed).normal(size=(4, 2, 16, 64))
+        ...     each.add(inputs, np.ones((2, 16), bool))
+        >>> mj.StatisticsRouter.solve([one, two]).num_columns
+        2
     """
 
     @classmethod
@@ -115,6 +122,9 @@ class PrototypeRouter(LinearRouter):
     `training.gates` (a gate trained with the adapter alone, PHATGOOSE, arXiv 2402.05859).
 
     keys  (L, D, C), or (D, C) with `after_layer`
+
+        >>> mj.PrototypeRouter(np.ones((4, 64, 2)), top_k=1, similarity="absolute").num_columns
+        2
     """
 
     def __init__(

@@ -53,7 +53,12 @@ def check_reach(
             f"{kind} has a table of {table[...].shape[0]} token ids and the model {vocab_size}: "
             "tokens past its end would get the base; give every id a column, -1 for none"
         )
-    named = next(getattr(router, name) for name in _COLUMNS if hasattr(router, name))
+    named = next((getattr(router, name) for name in _COLUMNS if hasattr(router, name)), None)
+    if named is None:
+        raise ValueError(
+            f"{kind} decides by its input and has none of {', '.join(_COLUMNS)}: expected the "
+            "columns that it may name under one of these, so that they can be held against the bank"
+        )
     columns = np.unique(np.append(np.asarray(named[...]), getattr(router, "initial", -1)))
     columns = columns[columns >= 0]
     if (past := columns[columns >= len(slots)]).size:

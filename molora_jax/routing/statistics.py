@@ -28,6 +28,11 @@ class RouterStatistics:
     """G (L, E, E) in float64 of one adapter; it adds up over batches and over adapters alike.
 
     num_features  m; None: all D channels, P is the identity
+
+        >>> statistics = mj.RouterStatistics(4, 64, num_features=8)
+        >>> statistics.add(np.ones((4, 2, 16, 64)), np.ones((2, 16), bool))  # (L, B, S, D), (B, S)
+        >>> statistics.count, statistics.moments.shape
+        (32, (4, 9, 9))
     """
 
     def __init__(self, num_layers: int, d_model: int, *, num_features: int | None = None):

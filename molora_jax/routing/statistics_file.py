@@ -181,7 +181,17 @@ def _checked(stored: StoredTensors, where: str) -> PackedStatistics:
 def save_statistics(
     statistics: RouterStatistics, folder: Path | str, *, base_digest: str, adapter_digest: str
 ) -> Path:
-    """Writes STATISTICS_FILE into an adapter's folder; see `PackedStatistics`."""
+    """Writes STATISTICS_FILE into an adapter's folder; see `PackedStatistics`.
+
+    >>> statistics = mj.RouterStatistics(4, 64, num_features=8)
+    >>> inputs = np.random.default_rng(0).normal(size=(4, 2, 16, 64))
+    >>> statistics.add(inputs, np.ones((2, 16), bool))
+    >>> file = mj.save_statistics(
+    ...     statistics, tmp, base_digest=base.digest, adapter_digest=code.digest
+    ... )
+    >>> file.parent == tmp
+    True
+    """
     packed = PackedStatistics.of(statistics, base_digest=base_digest, adapter_digest=adapter_digest)
     return packed.write(folder)
 
@@ -193,6 +203,15 @@ def load_statistics(
 
     Raises FileNotFoundError where there is none, and ValueError where it is damaged, of another
     base (its features mean something else there) or of another adapter.
+
+        >>> statistics = mj.RouterStatistics(4, 64, num_features=8)
+        >>> inputs = np.random.default_rng(0).normal(size=(4, 2, 16, 64))
+        >>> statistics.add(inputs, np.ones((2, 16), bool))
+        >>> whose = {"base_digest": base.digest, "adapter_digest": code.digest}
+        >>> folder = mj.save_adapter(code, tmp / "code")
+        >>> _ = mj.save_statistics(statistics, folder, **whose)
+        >>> mj.load_statistics(folder, **whose).count
+        32
     """
     packed = read_packed(folder)
     for field, expected in {"base": base_digest, "adapter": adapter_digest}.items():

@@ -18,6 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code; --help leaves by SystemExit(0)."""
     argv = sys.argv[1:] if argv is None else argv
     verb = argv[0] if argv else ""
+    # Compiling a whole model's step takes most of a short generation; the next call finds it done.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder() / "xla"))
     logger = logging.getLogger("absl")
     level = logger.level
     try:
@@ -63,6 +65,4 @@ def _failed(error: Exception, verb: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    # Compiling a whole model's step takes most of a short generation; the next call finds it done.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder() / "xla"))
     sys.exit(main())

@@ -59,6 +59,10 @@ def probe(base: BaseModel, adapter: Adapter, text: str, *, top: int = 8) -> dict
     positions_most    those of the largest KL: position, text of the token read there, KL, and the
                       most likely next token before and after
     relative_updates  {projection: {layer: ‖scale·B·A‖ / ‖W‖}}
+
+        >>> found = mj.probe(base, code, "two words")
+        >>> found["positions"], found["max_logit_change"] > 0
+        (9, True)
     """
     ids = base.tokenizer.encode(text)
     if not ids:

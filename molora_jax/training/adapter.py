@@ -44,6 +44,12 @@ def train_adapter(
 
     Raises NonFiniteLossError where training diverges; no adapter comes out then. ValueError for a
     token id that the base does not have.
+
+        >>> config = mj.AdapterTrainConfig(rank=2, steps=1)
+        >>> adapter, records = mj.train_adapter(base, windows, config, name="mine")
+        mine: trainable params: 8,192 ...
+        >>> adapter.rank, len(records)
+        (2, 1)
     """
     check_token_ids(
         windows.tokens, base.config.vocab_size, name=f"windows of adapter {name!r}: tokens"

@@ -64,6 +64,10 @@ class AdapterTrainConfig(TrainConfig):
     rank         r
     alpha        scale is alpha / rank, or alpha / √rank with use_rslora
     projections  which of the seven are adapted
+
+        >>> config = mj.AdapterTrainConfig(rank=4, alpha=8.0, steps=10, warmup_steps=5)
+        >>> config.lr_at(0), config.lr_at(4)
+        (0.0002, 0.001)
     """
 
     rank: int = 8
@@ -152,6 +156,9 @@ class RouterTrainConfig(AnnealedConfig):
     joined_share   share of the rows that change domain in the middle
     joined_split   where they change: "half" or "random"
     collapse_share a warning is given when one adapter takes more of a layer's tokens
+
+        >>> mj.RouterTrainConfig(steps=0, top_k=1).label_use()
+        'own-data label used: closed-form start'
     """
 
     steps: int = 20

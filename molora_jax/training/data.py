@@ -23,6 +23,11 @@ class Batch:
     mask     (B, S) True for real tokens
     weights  (B, S) loss weight of predicting tokens[:, i + 1] at position i; its last column is 0
     labels   (B, S) whose own data a token is: the router column of that adapter, -1 where unknown
+
+        >>> windows.tokens.shape, windows.weights.shape
+        ((4, 16), (4, 16))
+        >>> windows.rows(slice(0, 2)).labelled(1).labels.max().item()
+        1
     """
 
     tokens: Int[Any, "*accumulate B S"]
@@ -86,6 +91,9 @@ def pack(documents: Sequence[Sequence[int]], *, seq_len: int, separator: int | N
 
     No token is lost: the last window is padded. Attention crosses from one document to the next
     inside a window, which the separator marks. Every token but a window's first is a target.
+
+        >>> mj.pack([[104, 105], [33]], seq_len=4, separator=256).tokens.tolist()
+        [[104, 105, 256, 33]]
     """
     check_seq_len(seq_len)
     end = [] if separator is None else [separator]
@@ -160,6 +168,11 @@ def joined_windows(
     are equally frequent; windows are drawn without replacement while they last. The change lies at
     S // 2, or anywhere from S / 4 to 3S / 4 with split="random". Labels follow the segments. The
     first token after a change cannot be foreseen from what stands before it and is no target.
+
+        >>> parts = [windows.labelled(0), windows.labelled(1)]
+        >>> joined = mj.joined_windows(parts, 3, seed=0)
+        >>> joined.tokens.shape, sorted(set(joined.labels[0].tolist()))
+        ((3, 16), [0, 1])
     """
     if split not in ("half", "random"):
         raise ValueError(f"split must be 'half' or 'random', got {split!r}")

@@ -17,6 +17,7 @@ from molora_jax.adapters import AdapterStack
 from molora_jax.models.decoder import Decoder
 from molora_jax.parallel import computing, current_mesh, fetch, place, place_rows, token_shards
 from molora_jax.routing import FixedRouter
+from molora_jax.routing.metrics import main_adapter, token_shares
 from molora_jax.routing.reach import check_reach
 from molora_jax.token_ids import check_token_ids
 from molora_jax.training.data import Batch
@@ -43,6 +44,9 @@ class Evaluation:
     token_nll  (W, S) of predicting tokens[:, i + 1] at position i, 0 where that is no target
     weights    (W, S) which positions count, and how much
     routing    where asked for
+
+        >>> mj.Evaluation(np.array([[1.0, 3.0, 0.0]]), weights=np.array([[1.0, 1.0, 0.0]]))
+        2.0000 nats a token over 2 tokens of (1, 3)
     """
 
     token_nll: Float[np.ndarray, "W S"]
@@ -67,6 +71,35 @@ class Evaluation:
             return float("nan")
         return float((self.token_nll * weights).sum(dtype=np.float64)) / total
 
+    def shares(
+        self, labels: Int[np.ndarray, "W S"], *, num_domains: int, num_slots: int
+    ) -> Float[np.ndarray, "G K"]:
+        """Share of each domain's tokens whose main adapter is each slot.
+
+        labels  domain of each token, `Batch.labels`; −1 is left out
+
+        Raises ValueError without a routing.
+        """
+        if self.routing is None:
+            raise ValueError("no routing was kept: evaluate(..., return_routing=True)")
+        ids, gates = (
+            each.reshape(len(each), -1, each.shape[-1])
+            for each in (self.routing.adapter_ids, self.routing.gates)
+        )
+        return token_shares(main_adapter(ids, gates), np.ravel(labels), num_domains, num_slots)
+
+    def __str__(self) -> str:
+        W, S = self.token_nll.shape
+        kept = "" if self.routing is None else ", with its routing"
+        return f"{self.nll:.4f} nats a token over {self.tokens} tokens of ({W}, {S}){kept}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        from molora_jax.display.tables import loss_table
+
+        return loss_table({"": self})._repr_html_()
+
 
 # A router, or how to make one for a batch, where its choice depends on the rows.
 Arm = nnx.Module | Callable[[Batch], nnx.Module]
@@ -89,6 +122,10 @@ def evaluate(
 
     Arms of the same structure (the same bank, router type and k) share one compiled function; so
     do the base, every single adapter and the oracle when all are given as arms over one bank.
+
+        >>> routed = mj.evaluate(base.decoder, windows, **composition.routed, return_routing=True)
+        >>> routed.token_nll.shape, routed.routing.adapter_ids.shape  # (W, S), (L, W, S, k)
+        ((4, 16), (4, 4, 16, 1))
     """
     check_token_ids(windows.tokens, decoder.config.vocab_size)
     mesh = current_mesh()
@@ -134,22 +171,38 @@ def _by_row(parts: Sequence[np.ndarray | None], windows: Batch) -> np.ndarray | 
 
 
 def base_arm(batch: Batch) -> FixedRouter:
-    """No adapter: exactly the base."""
+    """No adapter: exactly the base.
+
+    >>> mj.base_arm(windows).adapter_ids.shape  # (B, S, k), all −1
+    (4, 16, 1)
+    """
     return FixedRouter(np.full((*batch.tokens.shape, 1), -1))
 
 
 def single_arm(column: int) -> Arm:
-    """One adapter for every token."""
+    """One adapter for every token.
+
+    >>> mj.single_arm(1)(windows).adapter_ids.shape  # (B, S, k), all 1
+    (4, 16, 1)
+    """
     return lambda batch: FixedRouter(np.full((*batch.tokens.shape, 1), column))
 
 
 def oracle_arm(batch: Batch) -> FixedRouter:
-    """Each token the adapter of its own domain, by its label."""
+    """Each token the adapter of its own domain, by its label.
+
+    >>> mj.oracle_arm(windows.labelled(1)).adapter_ids.shape  # (B, S, k), all 1
+    (4, 16, 1)
+    """
     return FixedRouter(batch.labels[..., None])
 
 
 def uniform_arm(num_columns: int) -> Arm:
-    """All adapters with equal gates, for every token."""
+    """All adapters with equal gates, for every token.
+
+    >>> mj.uniform_arm(2)(windows).gates.shape  # (B, S, k), all 1/2
+    (4, 16, 2)
+    """
 
     def arm(batch: Batch) -> FixedRouter:
         return FixedRouter(np.tile(np.arange(num_columns), (*batch.tokens.shape, 1)))

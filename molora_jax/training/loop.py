@@ -14,13 +14,22 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
-from molora_jax.parallel import check_rows, computing, current_mesh, place, place_rows, whole
+from molora_jax.models.digest import params_digest
+from molora_jax.parallel import (
+    check_rows,
+    check_same,
+    computing,
+    current_mesh,
+    place,
+    place_rows,
+    whole,
+)
 from molora_jax.parallel.local import constrain, constrain_tree
 from molora_jax.training.config import TrainConfig
 from molora_jax.training.data import Batch
 from molora_jax.training.losses import mean_or_zero
 from molora_jax.training.progress import Progress
-from molora_jax.training.run_folder import RunFolder
+from molora_jax.training.run_folder import RunFolder, flat, same_run_of
 
 # loss_fn(params, frozen, batch) -> (Σ w·loss, Σ w, {name: sum}). The sums of the third are added
 # over the micro-batches of a step. It is a static argument of the compiled step: give a function
@@ -70,20 +79,25 @@ def fit(
     Raises NonFiniteLossError as soon as a loss or gradient is not finite, OSError where a
     checkpoint could not be written: at the next one or at the end.
     """
-    run = None
-    if run_dir is not None:
+    run, mesh = None, current_mesh()
+    if run_dir is not None or jax.process_count() > 1:
         windows = getattr(batches, "windows", None)
-        data = batches(0) if windows is None else windows
-        run = RunFolder(
-            Path(run_dir), config, data=data, identity=identity or {}, about=about or {}
+        same_run = same_run_of(
+            config, data=batches(0) if windows is None else windows, identity=identity or {}
         )
-    mesh = current_mesh()
+        if mesh is not None:
+            check_same("training", flat(same_run) | {"what is trained": params_digest(params)})
+        if run_dir is not None:
+            run = RunFolder(Path(run_dir), config, same_run=same_run, about=about or {})
     check_rows(config.batch_size, mesh, what="rows (batch_size)")
     frozen = place(frozen, mesh, title="frozen")
     # Copies, because the step is given its inputs' memory and the caller keeps the originals.
-    params = jax.tree.map(jnp.array, params)
-    state = {"params": params, "optimiser": _adamw(config.clip, config.weight_decay).init(params)}
+    params = jax.tree.map(jnp.array, place(params, mesh))
+    with computing(mesh):
+        moments = _adamw(config.clip, config.weight_decay).init if mesh is None else _first_moments
+        state = {"params": params, "optimiser": moments(params)}
     state = place(state, mesh, title="trained, with optimiser")
+    del params  # of a mesh one device would hold a second copy
     first, history = 0, list[dict]()
     clock = time.perf_counter()
 
@@ -162,6 +176,12 @@ def _adamw(clip: Any, weight_decay: Any) -> optax.GradientTransformation:
         optax.scale_by_adam(),
         optax.add_decayed_weights(weight_decay),
     )
+
+
+@jax.jit
+def _first_moments(params: Any) -> Any:
+    # Of a mesh each device makes its part alone. The two numbers are not in the state.
+    return constrain_tree(_adamw(1.0, 0.0).init(params))
 
 
 @functools.partial(jax.jit, static_argnames=("loss_fn",), donate_argnames=("state",))

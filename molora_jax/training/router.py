@@ -73,6 +73,13 @@ def train_router(
     untrained (B = 0: the gradient of the router is then exactly 0), for a top_k, width or
     after_layer that does not fit, and for a token id that the base does not have;
     NonFiniteLossError where training diverges.
+
+        >>> config = mj.RouterTrainConfig(steps=0, start_rows=6, width=4, top_k=1)
+        >>> router, told = mj.train_router(base, bank, [windows, windows], config)
+        router: code, math; own-data label used: closed-form start
+        router: trainable params: ...
+        >>> mj.Composition.of(base, bank, router).column_digests == told.digests
+        True
     """
     residents = bank.list()
     _check(residents, data, config, base)

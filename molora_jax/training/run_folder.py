@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 from absl import logging
 
 from molora_jax.models.cache import write_atomically
+from molora_jax.parallel import broadcast, is_primary
 from molora_jax.training.checkpoint import CheckpointWriter, on_primary, restore_newest
 from molora_jax.training.data import Batch
 
@@ -53,24 +55,25 @@ class RunFolder:
         path: Path,
         config: Any,
         *,
-        data: Batch,
-        identity: Mapping[str, str],
+        same_run: dict[str, Any],
         about: Mapping[str, Any],
     ):
+        self._held = contextlib.ExitStack()
+        if broadcast(str(path.resolve())) == str(path.resolve()) and not is_primary():
+            # That of the first process, in which it alone writes.
+            path = Path(self._held.enter_context(tempfile.TemporaryDirectory()))
         self.path, self.config, self.about = path, config, dict(about)
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
-        self.same_run = {
-            "config": dataclasses.asdict(config),
-            "data": _digest(data),
-            "identity": dict(identity),
-        }
+        self.same_run = same_run
         self._writer = CheckpointWriter(self.checkpoints)
-        self._held = contextlib.ExitStack()
         path.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self) -> "RunFolder":
-        self._held.enter_context(_held(self.path))
+        def hold() -> None:
+            self._held.enter_context(_held(self.path))
+
+        on_primary(hold)
         self._held.enter_context(self._writer)
         return self
 
@@ -139,8 +142,8 @@ class RunFolder:
     def _check_same_run(self, meta: dict) -> None:
         # Through JSON, as the stored one went: tuples become lists.
         now, then = (
-            _leaves(json.loads(json.dumps(self.same_run))),
-            _leaves({key: meta.get(key) for key in self.same_run}),
+            flat(json.loads(json.dumps(self.same_run))),
+            flat({key: meta.get(key) for key in self.same_run}),
         )
         differing = [
             f"{key} was {then.get(key)!r} and is now {now.get(key)!r}"
@@ -154,12 +157,22 @@ class RunFolder:
             )
 
 
-def _leaves(meta: dict, prefix: str = "") -> dict[str, Any]:
-    flat = {}
+def same_run_of(config: Any, *, data: Batch, identity: Mapping[str, str]) -> dict[str, Any]:
+    """What makes a training run the same one: settings, data, and digests of what is frozen."""
+    return {
+        "config": dataclasses.asdict(config),
+        "data": _digest(data),
+        "identity": dict(identity),
+    }
+
+
+def flat(meta: dict, prefix: str = "") -> dict[str, Any]:
+    """A nested mapping with its path as each name: {"config.lr": 0.001, ...}."""
+    found = {}
     for key, value in meta.items():
         name = f"{prefix}{key}"
-        flat.update(_leaves(value, f"{name}.") if isinstance(value, dict) else {name: value})
-    return flat
+        found.update(flat(value, f"{name}.") if isinstance(value, dict) else {name: value})
+    return found
 
 
 def _digest(batch: Batch) -> str:

@@ -42,6 +42,9 @@ def gather_statistics(
 
     Raises ValueError for a token id that the base does not have, windows longer than it has
     positions for, or prefixes that are too short.
+
+        >>> mj.gather_statistics(base, windows, num_features=8).moments.shape  # (L, m + 1, m + 1)
+        (4, 9, 9)
     """
     if max_rows < 1:
         raise ValueError(f"max_rows is {max_rows}: expected at least 1")

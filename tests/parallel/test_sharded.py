@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -19,9 +20,7 @@ def run(folder, *, steps, parts, meshes, processes=1, devices=8):
     command = [sys.executable, "-m", "tests.parallel.program", str(out), str(steps), parts, meshes]
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{sock.getsockname()[1]}"
+    coordinator = free_address()
     with contextlib.ExitStack() as stack:
         started, logs = [], []
         for index in range(processes):
@@ -37,6 +36,12 @@ def run(folder, *, steps, parts, meshes, processes=1, devices=8):
             log.seek(0)
         assert not any(codes), [log.read()[-3000:] for log in logs]
     return json.loads(out.read_text())
+
+
+def free_address():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{sock.getsockname()[1]}"
 
 
 def check_same(found, whole):
@@ -64,6 +69,40 @@ def test_two_processes_compute_what_one_does(tmp_path):
     found = run(tmp_path, steps=3, parts="a", meshes="none", devices=1)
     both = run(tmp_path, steps=3, parts="a", meshes="fsdp=2,tensor=2", processes=2, devices=2)
     check_same(both["fsdp=2,tensor=2"], found["none"])
+
+
+def test_processes_that_were_told_different_things_all_say_so():
+    script = """
+        import sys
+        from molora_jax import parallel
+        parallel.start_processes(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+        parallel.check_same("run", {"seed": 3})
+        assert parallel.gather(int(sys.argv[2])) == [0, 1]
+        def fails_in_one():
+            if not parallel.is_primary():
+                raise OSError("no such file here")
+        try:
+            parallel.together(fails_in_one)
+        except OSError as error:
+            print(error)
+        parallel.check_same("run", {"seed": int(sys.argv[2])})
+    """
+    coordinator, env = free_address(), os.environ | {"JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), coordinator, str(index)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    for index, process in enumerate(started):
+        said, _ = process.communicate(timeout=300)
+        assert process.returncode == 1
+        assert ("process 1: " if not index else "") + "no such file here" in said
+        assert "seed is 0 in process 0 and 1 in process 1" in said
 
 
 @pytest.mark.long
