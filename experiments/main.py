@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 an experiment failed or was stopped, 2 misused (and nothin
 import dataclasses
 import difflib
 import logging
+import os
 import pathlib
 import re
 import sys
@@ -171,7 +172,10 @@ def main(
     # It tells of every kind of device that is not here.
     logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
     if _LIST.value:
-        print("\n".join(registry.lines(entries)))
+        try:
+            print("\n".join(registry.lines(entries)), flush=True)
+        except BrokenPipeError:  # `| head` has read enough; Python would complain at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     name = _EXPERIMENT.value
     if name not in entries:

@@ -51,6 +51,7 @@ def made(tmp_path_factory):
                 main(["statistics", str(folder), "--data", f"{root / name}.jsonl", *options]) == 0
             )
     shutil.copy(root / "code.jsonl", root / "my.jsonl")
+    shutil.copy(root / "math.jsonl", root / "heldout.jsonl")
     two = compose(base, [load_adapter(root / "out" / name)[0] for name in ("code", "math")])
     two.save(root / "out" / "two")
     for run in ("<id>", "ID"):

@@ -10,7 +10,10 @@ from typing import Any, NoReturn
 
 MAX_SEED = 2**32 - 1  # what jax.random and numpy take alike
 DTYPES = ("float32", "bfloat16", "float16")
-_BASE = "base model: a folder in Hugging Face's layout, a .gguf file, org/name, or smollm2-135m"
+_BASE = (
+    "base model: a folder in Hugging Face's layout, a .gguf file, org/name, smollm2-135m, or "
+    "tiny-random (random weights, offline)"
+)
 
 
 class Misuse(ValueError):

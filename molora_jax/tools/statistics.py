@@ -28,8 +28,9 @@ def run(args: argparse.Namespace) -> int:
     found = gather_statistics(base, windows, num_features=args.features, max_rows=args.rows)
     save_statistics(found, folder, base_digest=base.digest, adapter_digest=adapter.digest)
     print(
-        f"{path}: {found.count} tokens, {found.num_features or 'all'} features of "
-        f"{len(found.moments)} layers, {path.stat().st_size:,} bytes, for adapter "
+        f"{path}: {found.count} tokens (those behind text of the base's own), "
+        f"{found.num_features or 'all'} features of {len(found.moments)} layers, "
+        f"{path.stat().st_size:,} bytes, for adapter "
         f"{adapter.digest[:12]} under base {base.digest[:12]}"
     )
     if warning := few_tokens(found.count, found.num_features or found.d_model):
