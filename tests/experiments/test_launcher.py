@@ -237,6 +237,7 @@ def test_a_run_that_another_process_took_meanwhile_is_no_failure(tmp_path, monke
     assert (outcome.status, outcome.reasons) == ("done", [])
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_ends_the_workers_and_says_how_to_go_on(tmp_path):
     points = plan(tmp_path, [["done"], ["hang", "done"], ["deaf", "done"], ["done"]])
     hanging = [points[n].path / "hanging" for n in (1, 2)]

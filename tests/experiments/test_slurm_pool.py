@@ -83,6 +83,7 @@ def test_a_sweep_is_one_array_job_and_a_run_that_is_cut_off_goes_on(
     assert "export PYTHONPATH=" in text
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_cancels_the_jobs(slurm, tmp_path, monkeypatch):
     points = plan(tmp_path, [["done"], ["hang"], ["done"]])
     hanging = points[1].path / "hanging"
