@@ -15,7 +15,8 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-TOOLS = ("inspect", "convert", "merge", "statistics", "compose", "probe", "generate", "serve")
+from molora_jax.tools.arguments import VERBS
+
 OTHERS = ("run", "results", "plan", "completion")
 
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb == "--version":
         print(importlib.metadata.version("molora-jax"))
         return 0
-    if verb in TOOLS:
+    if verb in VERBS:
         from molora_jax.tools.__main__ import main as tools
 
         return tools([verb, *rest])
@@ -60,7 +61,7 @@ def completion(shell: str) -> str:
     """Lines for a shell that complete verbs, and after --experiment= the experiments."""
     from experiments import registry
 
-    verbs, names = " ".join((*OTHERS, *TOOLS)), " ".join(registry.EXPERIMENTS)
+    verbs, names = " ".join((*OTHERS, *VERBS)), " ".join(registry.EXPERIMENTS)
     lines = ["autoload -Uz bashcompinit && bashcompinit"] if shell == "zsh" else []
     return "\n".join(
         [
@@ -85,7 +86,7 @@ def completion(shell: str) -> str:
 def _unknown(verb: str, rest: Sequence[str]) -> int:
     from experiments import registry
 
-    known = (*OTHERS, *TOOLS)
+    known = (*OTHERS, *VERBS)
     if verb == "completion":
         said = f"completion {' '.join(rest)}: expected bash or zsh"
     else:

@@ -1,16 +1,14 @@
 """What a run computes on, from its flags: processes that run in step, and a mesh of all devices."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections.abc import Iterator
 
 from absl import flags
-
-T = TypeVar("T")
 
 PROCESSES = ("coordinator", "process_id", "num_processes")
 
@@ -51,16 +49,6 @@ def join(values: flags.FlagValues) -> None:
     )
 
 
-def together(work: Callable[[], T]) -> T:
-    """What `work` returns; with several processes, once it has returned in all of them.
-
-    Raises what it raises in any: ValueError or OSError.
-    """
-    from molora_jax.parallel import together as in_all
-
-    return in_all(work)
-
-
 def leave(code: int) -> int:
     """The exit code. Where a process of several failed it ends here and now, so that the others,
     which may wait for it, learn of it at once and not after JAX's five minutes."""
@@ -94,12 +82,8 @@ def use(values: flags.FlagValues) -> Iterator[pathlib.Path]:
             nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
         if values.mesh or jax.process_count() > 1:
-            explain = _tell if values.explain_sharding else None
+            explain = functools.partial(print, flush=True) if values.explain_sharding else None
             stack.enter_context(use_mesh(make_mesh(values.mesh), explain=explain))
         elif values.explain_sharding:
             raise ValueError("--explain_sharding: there is no --mesh, so nothing is split")
         yield workdir
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stdout, flush=True)

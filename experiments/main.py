@@ -97,17 +97,17 @@ _RETRIES = flags.DEFINE_integer(
 _SLURM = flags.DEFINE_string(
     "slurm", "", "Settings of its jobs: partition=gpu,time=60,gpus=1,cpus=4 (time in minutes)."
 )
-_MESH = flags.DEFINE_string(
+flags.DEFINE_string(
     "mesh", "", "Devices along data, fsdp, tensor and slots, such as fsdp=4,tensor=2."
 )
-_EXPLAIN = flags.DEFINE_bool(
+flags.DEFINE_bool(
     "explain_sharding", False, "Print how all that is placed on the mesh is split, with bytes."
 )
-_COORDINATOR = flags.DEFINE_string(
+flags.DEFINE_string(
     "coordinator", None, "HOST:PORT of process 0, the same for all; auto under Slurm's srun."
 )
-_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of the processes this is, from 0.")
-_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many there are.")
+flags.DEFINE_integer("process_id", None, "Which of the processes this is, from 0.")
+flags.DEFINE_integer("num_processes", None, "How many there are.")
 _WORKDIR = flags.DEFINE_string("workdir", "runs", "Folder that run folders are written to.")
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of data, initialisation and training.")
 _RERUN = flags.DEFINE_bool(
@@ -197,7 +197,9 @@ def main(
             # What a config names (a data file, a base model) is read before anything starts, too.
             return module, points, configs_of, [module.digests(each) for each in configs_of]
 
-        module, points, resolved, digests = devices.together(resolve_all)
+        from molora_jax.parallel import together
+
+        module, points, resolved, digests = together(resolve_all)
     except ValueError as error:
         _misused(str(error))
     except OSError as error:  # a model that cannot be fetched, a file that cannot be read

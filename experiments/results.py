@@ -60,11 +60,20 @@ def execute(
     """
     path = workdir / name / run_id(name, config, digests)
     again = rerun or retrain
-    mesh = current_mesh()
-    told = {f"config.{key}": value for key, value in artifacts.plain(config).items()}
-    told |= {f"digest of {key}": value for key, value in digests.items()}
-    told |= {"scale": scale, "rerun": rerun, "retrain": retrain, "source code": source_digest()}
-    check_same("run", told | {"mesh": mesh and dict(mesh.shape)})
+
+    def told() -> dict[str, Any]:
+        mesh = current_mesh()
+        return {
+            **{f"config.{key}": value for key, value in artifacts.plain(config).items()},
+            **{f"digest of {key}": value for key, value in digests.items()},
+            "scale": scale,
+            "rerun": rerun,
+            "retrain": retrain,
+            "source code": source_digest(),
+            "mesh": mesh and dict(mesh.shape),
+        }
+
+    check_same("run", told)
 
     def shown(found: dict | None) -> str:
         """The first of several processes looks, and all do as it says."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from experiments import registry
+from experiments import devices, registry
 
 if TYPE_CHECKING:
     from experiments import launcher
@@ -22,8 +22,6 @@ SEEDS = (0, 1, 2, 3)
 LOG = "worker.log"  # in a run's folder: what it printed where it ran in a process of its own
 # Flags that are about the sweep: a worker gets all others.
 OWN_FLAGS = frozenset({"sweep", "launcher", "jobs", "memory_gb", "retries", "slurm"})
-# Those of a run that is several processes; a sweep's are not.
-PROCESS_FLAGS = ("coordinator", "process_id", "num_processes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,7 @@ def check_flags(values: flags.FlagValues) -> None:
         flag = f"jobs={values.jobs}" if values.jobs > 1 else f"memory_gb={values.memory_gb:g}"
         raise ValueError(f"--{flag}: needs --launcher=local, which has processes to bound")
     if values.sweep or asked != "here":
-        for name in PROCESS_FLAGS:
+        for name in devices.PROCESSES:  # a run of several; those of a sweep are one each
             if values[name].present:
                 raise ValueError(f"--{name}: every run of a sweep is one process; leave it out")
 

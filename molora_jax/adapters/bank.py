@@ -393,7 +393,7 @@ class AdapterBank:
 
     def _put(self, slot: int, staged: StagedAdapter, transferred: Stacks | None) -> LoadReport:
         if self.mesh is not None:
-            check_same("adapter to load", {"digest": staged.digest, "slot": slot})
+            check_same("adapter to load", lambda: {"digest": staged.digest, "slot": slot})
         self._write(slot, staged.content, transferred)
         report = dataclasses.replace(staged.report, slot=slot)
         self._occupants[slot] = Occupant(slot, self._next_id, report.name, staged.adapter, report)

@@ -139,7 +139,7 @@ class Engine:
         """
         self._check(request)
         if self._mesh is not None:
-            check_same("request", dataclasses.asdict(request))
+            check_same("request", lambda: dataclasses.asdict(request))
         with self._lock:
             if len(self._waiting) >= self.max_waiting:
                 raise QueueFull(

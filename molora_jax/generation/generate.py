@@ -97,8 +97,15 @@ def generate(
 
     mesh = current_mesh()
     if mesh is not None:
-        told = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed}
-        check_same("text to generate", told | {"prompts": [list(map(int, p)) for p in prompts]})
+        check_same(
+            "text to generate",
+            lambda: {
+                "prompts": [list(map(int, prompt)) for prompt in prompts],
+                "max_new_tokens": max_new_tokens,
+                "sampling": sampling,
+                "seed": seed,
+            },
+        )
     decoder = place(decoder, mesh)
     routed = place({"adapters": adapters, "router": router}, mesh)
     routed["column_to_slot"] = column_to_slot

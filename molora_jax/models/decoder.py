@@ -240,8 +240,6 @@ class Decoder(nnx.Module):
                 "adapters are given layer by layer, which a scan over layers cannot read: pass "
                 "AdapterBank.stacks, or unroll=True"
             )
-        if router is not None and adapters is not None:
-            check_reach(router, adapters, column_to_slot, vocab_size=self.config.vocab_size)
         check_token_ids(tokens, self.config.vocab_size, mask=mask)
         tell_pass(self.config, *tokens.shape, itemsize=self.embedding[...].dtype.itemsize)
         read = functools.partial(
@@ -259,11 +257,7 @@ class Decoder(nnx.Module):
                 "tokens": tokens,
                 "mask": jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask),
                 "segments": None if segments is None else jnp.asarray(segments),
-                "adapters": adapters,
-                "router": router,
-                "router_state": None if router_state is None else jnp.asarray(router_state),
-                # numpy outside jit: a scan indexes it with a traced layer's choice.
-                "column_to_slot": None if column_to_slot is None else jnp.asarray(column_to_slot),
+                **self._routed(adapters, router, router_state, column_to_slot),
             },
             DecoderOutput(
                 **_SPLIT,
@@ -405,8 +399,6 @@ class Decoder(nnx.Module):
         """
         tokens = jnp.asarray(tokens)
         check_token_ids(tokens, self.config.vocab_size, mask=active)
-        if router is not None and adapters is not None:
-            check_reach(router, adapters, column_to_slot, vocab_size=self.config.vocab_size)
         return local.spread(
             functools.partial(Decoder._extend, strategy=strategy, backend=backend),
             {
@@ -414,10 +406,7 @@ class Decoder(nnx.Module):
                 "tokens": tokens,
                 "cache": cache,
                 "active": jnp.ones_like(tokens, bool) if active is None else jnp.asarray(active),
-                "adapters": adapters,
-                "router": router,
-                "router_state": None if router_state is None else jnp.asarray(router_state),
-                "column_to_slot": None if column_to_slot is None else jnp.asarray(column_to_slot),
+                **self._routed(adapters, router, router_state, column_to_slot),
             },
             (DecoderOutput(**_SPLIT), KVCache(**_SPLIT_CACHE)),
             rows=tokens.shape[0],
@@ -476,6 +465,18 @@ class Decoder(nnx.Module):
         hidden = rms_norm(x, self.norm[...], eps=self.config.rms_norm_eps)
         cache = KVCache(tuple(keys), tuple(values), filled, next_slot)
         return DecoderOutput(hidden, routing, router_state=decision.state), cache
+
+    def _routed(self, adapters, router, router_state, column_to_slot) -> dict[str, Any]:
+        """What a pass is told of its routing, held against the bank where it can be read."""
+        if router is not None and adapters is not None:
+            check_reach(router, adapters, column_to_slot, vocab_size=self.config.vocab_size)
+        return {
+            "adapters": adapters,
+            "router": router,
+            "router_state": None if router_state is None else jnp.asarray(router_state),
+            # numpy outside jit: a scan indexes it with a traced layer's choice.
+            "column_to_slot": None if column_to_slot is None else jnp.asarray(column_to_slot),
+        }
 
     def _check_length(self, what: str, length: int) -> None:
         # By the static size, padding included: inside jit nothing else can be refused, and past the

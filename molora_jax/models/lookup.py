@@ -86,7 +86,7 @@ def load_base(name: str, *, dtype: str = "float32") -> BaseModel:
     else:
         base = _from_gguf(name, path, dtype)
     if current_mesh() is not None:
-        check_same("base model", {"digest": base.digest})
+        check_same("base model", lambda: {"digest": base.digest})
     if base.tokenizer.vocab_size > base.config.vocab_size:
         logging.warning(
             "base %s: its tokenizer has %d tokens, its embedding %d rows; ids from %d on have no "

@@ -14,7 +14,6 @@ from molora_jax.parallel.mesh import (
     whole,
 )
 from molora_jax.parallel.processes import (
-    barrier,
     broadcast,
     check_same,
     fetch,
@@ -30,7 +29,6 @@ __all__ = [
     "RULES",
     "TOKENS",
     "RowData",
-    "barrier",
     "broadcast",
     "check_fits",
     "check_rows",

@@ -41,27 +41,16 @@ def spread(f: Callable, args: dict[str, Any], out: Any, *, rows: int, by_row: Se
         axes = (None if axis == TOKENS and not split else axis for axis in spec)
         return P(*(rules.real(axis, sizes) for axis in axes))
 
-    flat: list[Any] = []
-    specs: list[P] = []
-    trees = []
+    in_specs = []
     for name, arg in args.items():
         leaves, tree = jax.tree.flatten(arg)
-        trees.append((tree, len(leaves)))
-        flat += leaves
         if name in by_row:
-            specs += [real(P(TOKENS))] * len(leaves)
+            specs = [real(P(TOKENS))] * len(leaves)
         else:
-            specs += rules.specs({name: arg}, sizes, split_rows=split)
+            specs = rules.specs({name: arg}, sizes, split_rows=split)
+        in_specs.append(jax.tree.unflatten(tree, specs))
     out = jax.tree.map(real, out, is_leaf=lambda each: isinstance(each, P))
-
-    def local(*leaves):
-        parts, at = [], 0
-        for tree, count in trees:
-            parts.append(jax.tree.unflatten(tree, leaves[at : at + count]))
-            at += count
-        return f(*parts)
-
-    return jax.shard_map(local, in_specs=tuple(specs), out_specs=out)(*flat)
+    return jax.shard_map(f, in_specs=tuple(in_specs), out_specs=out)(*args.values())
 
 
 def inside() -> bool:

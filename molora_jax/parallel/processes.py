@@ -88,12 +88,15 @@ def gather(value: Any) -> list[Any]:
     ]
 
 
-def check_same(what: str, told: Mapping[str, Any]) -> None:
+def check_same(what: str, told: Callable[[], Mapping[str, Any]]) -> None:
     """Raises ValueError, in all processes, where they were told different things by some name.
 
-    They would compute together all the same, and what comes out would be neither's.
+    They would compute together all the same, and what comes out would be neither's. A single
+    process is not asked what it was told.
     """
-    everywhere = gather(dict(told))
+    if jax.process_count() == 1:
+        return
+    everywhere = gather(dict(told()))
     for index, each in enumerate(everywhere):
         for name in sorted(everywhere[0].keys() | each.keys()):
             first, other = everywhere[0].get(name), each.get(name)
@@ -122,14 +125,6 @@ def together(work: Callable[[], T]) -> T:
         if each is not None:
             raise (ValueError if each[0] else OSError)(f"process {index}: {each[1]}")
     return value
-
-
-def barrier(name: str) -> None:
-    """Waits until every process is here."""
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
 
 
 def _whole(leaf: Any) -> np.ndarray:

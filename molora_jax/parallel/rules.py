@@ -166,9 +166,9 @@ def check_fits(config: Any, sizes: Mapping[str, int]) -> None:
             )
 
 
-def shardings(tree: Any, mesh: Mesh, *, split_rows: bool = True) -> Any:
+def shardings(tree: Any, mesh: Mesh) -> Any:
     """The tree with a NamedSharding in place of every leaf."""
-    found = specs(tree, mesh.shape, split_rows=split_rows)
+    found = specs(tree, mesh.shape)
     return jax.tree.unflatten(
         jax.tree.structure(tree), [NamedSharding(mesh, spec) for spec in found]
     )

@@ -53,17 +53,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     parsers = {}
-    for add in (
-        _inspect,
-        _convert,
-        _merge,
-        _statistics,
-        _compose,
-        _probe,
-        _generate,
-        _serve,
-    ):
-        name, summary = add.__name__.strip("_"), str(add.__doc__)
+    for name, add in _ADD.items():
+        summary = str(add.__doc__)
         parsers[name] = verbs.add_parser(name, help=summary, description=summary)
         add(parsers[name])
     if argv and argv[0] in parsers:
@@ -387,3 +378,19 @@ def _weights(text: str) -> dict[str, float]:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+_ADD = {
+    add.__name__.strip("_"): add
+    for add in (
+        _inspect,
+        _convert,
+        _merge,
+        _statistics,
+        _compose,
+        _probe,
+        _generate,
+        _serve,
+    )
+}
+VERBS = tuple(_ADD)

@@ -80,15 +80,18 @@ def fit(
     checkpoint could not be written: at the next one or at the end.
     """
     run, mesh = None, current_mesh()
-    if run_dir is not None or jax.process_count() > 1:
+
+    def same_run():
         windows = getattr(batches, "windows", None)
-        same_run = same_run_of(
-            config, data=batches(0) if windows is None else windows, identity=identity or {}
+        data = batches(0) if windows is None else windows
+        return same_run_of(config, data=data, identity=identity or {})
+
+    if mesh is not None:
+        check_same(
+            "training", lambda: flat(same_run()) | {"what is trained": params_digest(params)}
         )
-        if mesh is not None:
-            check_same("training", flat(same_run) | {"what is trained": params_digest(params)})
-        if run_dir is not None:
-            run = RunFolder(Path(run_dir), config, same_run=same_run, about=about or {})
+    if run_dir is not None:
+        run = RunFolder(Path(run_dir), config, same_run=same_run(), about=about or {})
     check_rows(config.batch_size, mesh, what="rows (batch_size)")
     frozen = place(frozen, mesh, title="frozen")
     # Copies, because the step is given its inputs' memory and the caller keeps the originals.

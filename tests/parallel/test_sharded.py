@@ -76,7 +76,7 @@ def test_processes_that_were_told_different_things_all_say_so():
         import sys
         from molora_jax import parallel
         parallel.start_processes(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-        parallel.check_same("run", {"seed": 3})
+        parallel.check_same("run", lambda: {"seed": 3})
         assert parallel.gather(int(sys.argv[2])) == [0, 1]
         def fails_in_one():
             if not parallel.is_primary():
@@ -85,7 +85,7 @@ def test_processes_that_were_told_different_things_all_say_so():
             parallel.together(fails_in_one)
         except OSError as error:
             print(error)
-        parallel.check_same("run", {"seed": int(sys.argv[2])})
+        parallel.check_same("run", lambda: {"seed": int(sys.argv[2])})
     """
     coordinator, env = free_address(), os.environ | {"JAX_PLATFORMS": "cpu"}
     started = [
