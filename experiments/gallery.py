@@ -13,12 +13,13 @@ import io
 import pathlib
 import re
 import shutil
+import struct
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments import artifacts, registry
-from experiments.run_folder import markdown, read_result
+from experiments.run_folder import markdown, read_result, show
 
 SCALES = ("tiny", "cpu", "paper")  # the last tells most
 MOST_PICTURES = 4
@@ -113,27 +114,23 @@ def collect(runs: Mapping[str, FoundRun], out: pathlib.Path) -> str:
 
     Raises ValueError where `out` holds something else under an experiment's name.
     """
-    rows = []
+    kept = {}
     for name, run in runs.items():
         target = out / name
         if run.path.resolve() != target.resolve():
             _copy(run, target)
-        rows.append(_row(FoundRun(target, run.result)))
-    header = ["experiment", "answers", "scale", "device", "seeds", "holds / not / not said"]
+        kept[name] = FoundRun(target, run.result)
+    header = ["experiment", "answers", "paper", "scale", "seeds", "holds / not / not said"]
     lines = [
         "# Results",
-        "A folder an experiment: `result.json` (every number, and the paper's claims beside ours), "
-        "`config.gin` (the whole config but the places where things lie; `--gin_file` takes it, "
-        "where values other than the scale's own made the run) and pictures. Written by "
-        "`python -m experiments.gallery RUNS --out results` from complete runs, the largest scale "
-        "of each and the newest at it.",
-        markdown([*header, "made by"], rows),
+        "A folder an experiment: `result.json` (every number, and each claim with what the paper "
+        "says of it), `config.gin` (the whole config but the places where things lie, for "
+        "`--gin_file`) and pictures. `python -m experiments.gallery RUNS --out results` writes it "
+        "from complete runs, the largest scale of each and the newest at it. What to make of them "
+        "is in [what was found](../docs/findings.md).",
+        markdown(header, [_row(run) for run in kept.values()]).rstrip(),
+        *(_section(run) for run in kept.values()),
     ]
-    for name in runs:
-        pictures = sorted((out / name).glob("*.png"))
-        if pictures:
-            shown = "\n".join(f"![{path.stem}]({name}/{path.name})" for path in pictures)
-            lines.append(f"## {name}\n\n{shown}")
     text = "\n\n".join(lines)
     artifacts.write_atomically(out / "README.md", text.rstrip() + "\n")
     return text
@@ -144,14 +141,50 @@ def _row(run: FoundRun) -> list[str]:
     verdicts = [claim["holds"] for claim in run.result["claims"]]
     counts = " / ".join(str(verdicts.count(each)) for each in (True, False, None))
     return [
-        f"[{run.experiment}]({run.experiment}/result.json)",
-        (entry.tables if entry else "") or "-",
+        f"[{run.experiment}](#{run.experiment})",
+        entry.summary if entry else "",
+        (entry.tables if entry else "") or "–",
         run.scale,
-        run.environment,
         run.seeds,
         counts,
-        f"`{run.command}`",
     ]
+
+
+def _section(run: FoundRun) -> str:
+    """What it answers, how it was made, what came out beside the paper, and the pictures."""
+    name, entry = run.experiment, registry.EXPERIMENTS.get(run.experiment)
+    parts = [f"## {name}"]
+    if entry and entry.summary:
+        parts.append(f"{entry.summary[0].upper()}{entry.summary[1:]}.")
+    parts.append(f"```\n{run.command}\n```")
+    files = f"[Every number]({name}/result.json), [config]({name}/config.gin)"
+    parts.append(f"{run.environment}. {files}.")
+    if run.result["claims"]:
+        rows = [
+            [
+                f"`{claim['id']}`",
+                f"{show(claim['ours'])} {claim['unit']}".rstrip(),
+                "–" if claim["paper"] is None else show(claim["paper"]),
+                {True: "holds", False: "does not hold", None: "not said"}[claim["holds"]],
+                claim["note"].replace("|", r"\|"),
+            ]
+            for claim in run.result["claims"]
+        ]
+        parts.append(markdown(["claim", "here", "paper", "", "how it is meant"], rows).rstrip())
+    parts.append(
+        "\n".join(
+            f'<img src="{name}/{path.name}" alt="{path.stem}" width="{_width(path)}">'
+            for path in sorted(run.path.glob("*.png"))
+        )
+    )
+    return "\n\n".join(part for part in parts if part)
+
+
+def _width(path: pathlib.Path) -> str:
+    """Two pictures beside each other, but for those that are long and low."""
+    with path.open("rb") as file:
+        width, height = struct.unpack(">II", file.read(24)[16:])  # the header of every PNG
+    return "100%" if width > 3 * height else "49%"
 
 
 def _copy(run: FoundRun, target: pathlib.Path) -> None:

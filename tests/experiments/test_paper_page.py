@@ -189,8 +189,10 @@ def test_results_hold_small_files_and_no_place_of_this_machine(tmp_path, workdir
     assert "toy.Config.steps = 3" in config and "private" not in config
     assert files["result.json"].read_text() == (run / "result.json").read_text()
     readme = (out / "README.md").read_text()
-    assert "`python run.py --experiment=compose --scale=cpu --seed=0`" in readme
-    assert "| Tab 17 | cpu |" in readme and "![layers](compose/layers.png)" in readme
+    assert "\npython run.py --experiment=compose --scale=cpu --seed=0\n" in readme
+    assert "| Tab 17 | cpu |" in readme and '<img src="compose/layers.png"' in readme
+    claims = json.loads(files["result.json"].read_text())["claims"]
+    assert claims and all(f"| `{claim['id']}` | {claim['ours']:.4g}" in readme for claim in claims)
     assert str(tmp_path) not in readme
 
 
