@@ -65,14 +65,12 @@ def main(config: Config, run) -> None:
 
 def _run_missing(config: Config, scale: str) -> dict[str, str]:
     """Runs what no complete run answers; {experiment: why it did not come to an end}."""
-    from experiments.main import PROGRAM
-
     failed, known = {}, _best(config)
     for name, entry in registry.EXPERIMENTS.items():
         if not entry.tables or name in known:
             continue
         command = [
-            *PROGRAM, f"--experiment={name}", f"--scale={scale}",
+            *registry.worker_program(), f"--experiment={name}", f"--scale={scale}",
             f"--workdir={config.folders[0]}", f"--seed={config.seed}",
         ]  # fmt: skip
         logging.info("%s: has no complete run; running it", name)

@@ -4,9 +4,12 @@ import dataclasses
 import json
 import pathlib
 import re
+import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from experiments import settings
 from experiments.registry import check_config, place
 from experiments.run_folder import check_out, deliver
 from experiments.shipped import statistics_of
@@ -66,10 +69,7 @@ class Config(TrainConfig):
         check_config(self)
         super().__post_init__()
         if not self.data:
-            raise ValueError(
-                "Config.data is empty: name a file of JSON lines, as in "
-                "--gin_bindings=\"train_adapter.Config.data='my.jsonl'\""
-            )
+            raise ValueError("Config.data is empty: name a file of JSON lines, as in data=my.jsonl")
         if not re.fullmatch(r"\w[\w.-]*", self.name) or self.name == "previous":
             raise ValueError(
                 f"Config.name = {self.name!r}: expected the name of a folder, of letters, digits, "
@@ -230,12 +230,13 @@ def _losses(path: pathlib.Path) -> list[float]:
 
 def _command(config: Config) -> str:
     """What makes such an adapter again. Of files it has the names alone, for it travels with it."""
-    words = ["python run.py --experiment=train_adapter"]
+    words = []
     for field in dataclasses.fields(Config):
         value = getattr(config, field.name)
         if field.name == "out" or value == field.default:
             continue
         if field.name in ("base", "data", "heldout", "init_from") and pathlib.Path(value).exists():
             value = pathlib.Path(value).name
-        words.append(f'--gin_bindings="train_adapter.Config.{field.name}={value!r}"')
-    return " \\\n  ".join(words)
+        words += settings.written(sys.modules[__name__], field.name, value)
+    lines = ["molora run --experiment=train_adapter", *map(shlex.quote, words)]
+    return " \\\n  ".join(lines)

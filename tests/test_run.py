@@ -12,7 +12,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from experiments import main as run
-from experiments import registry, sweeps
+from experiments import registry, settings, sweeps
 from molora_jax.training import NonFiniteLossError
 from tests.experiments import toy, toy_program
 
@@ -101,7 +101,8 @@ def test_exit_codes_of_the_program(arguments, code, said, tmp_path):
         (["--scale=tinny"], "tiny|cpu|paper"),
         (["--seed=x"], "--seed=x"),
         (["--exp=toy"], "did you mean --experiment"),
-        (["toy"], "write --name=value"),
+        (["toy"], "write field=value or --flag=value"),
+        (["compose"], "'compose': write --experiment=compose"),
         (["--scale=paper"], "has no --scale=paper"),
         (["--sweep=rate"], "did you mean rates?"),
         (["--sweep=rates", "--sweep=rates"], "named twice"),
@@ -189,14 +190,14 @@ def test_the_usual_name_of_a_field_leads_to_ours(capsys, name, said):
 
 def test_a_usual_name_is_no_hint_where_the_config_has_no_such_field():
     module = registry.EXPERIMENTS["train_router"].load()
-    assert "rank" not in run._nearest_fields("train_router.Config.lora_r", module, "train_router")
+    assert "rank" not in settings.nearest_fields("lora_r", module)
     fields = {
         field.name
         for name in registry.EXPERIMENTS
         for field in dataclasses.fields(registry.EXPERIMENTS[name].load().Config)
     }
-    assert set(run.USUAL_NAMES.values()) <= fields
-    assert not set(run.USUAL_NAMES) & fields
+    assert set(settings.USUAL_NAMES.values()) <= fields
+    assert not set(settings.USUAL_NAMES) & fields
 
 
 @pytest.mark.parametrize(
