@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 from absl import app, flags
 from absl import logging as absl_logging
 
-from experiments import devices, gin_files, registry, settings, sweeps, usage
+from experiments import devices, field_names, gin_files, registry, settings, sweeps, usage
 from experiments.gin_files import CONFIGS, bindings
 from experiments.registry import Misuse, one_line, program
+from experiments.settings import USUAL_NAMES
 
 __all__ = ["CONFIGS", "Misuse", "bindings", "main", "parse_flags", "resolve", "values_of"]
 
@@ -96,21 +97,29 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     try:
         rest = flags.FLAGS(list(argv))
     except flags.UnrecognizedFlagError as error:
+        if error.flagname in _known_fields():
+            _misused(f"--{error.flagname} is a setting, without dashes: {error.flagname}=VALUE")
         near = registry.hint(error.flagname, _own_flags(), prefix="--")
-        setting = f"; a setting has no dashes: {error.flagname}=VALUE"
-        _misused(f"unknown flag --{error.flagname}{near or setting}")
+        _misused(f"unknown flag --{error.flagname}{near}")
     except (flags.Error, ValueError) as error:  # absl's own for --nolist=value
         _misused(str(error))
     for word in rest[1:]:
         if "=" not in word:
             known = registry.nearest(word, registry.EXPERIMENTS)
             meant = f"--experiment={known[0]}" if known else "field=value or --flag=value"
+            meant = f"{word}=VALUE" if word in _known_fields() - set(known) else meant
             _misused(f"unexpected argument {word!r}: write {meant}")
     return rest
 
 
 def _own_flags() -> list[str]:
     return [f.name for f in flags.FLAGS.get_flags_for_module(sys.modules[__name__])]
+
+
+def _known_fields() -> set[str]:
+    """What a setting of any experiment may be called, here or elsewhere."""
+    modules = {entry.module for entry in registry.EXPERIMENTS.values()}
+    return {name for each in modules for name in field_names.names(each)} | set(USUAL_NAMES)
 
 
 def _print(text: str) -> None:

@@ -274,8 +274,4 @@ def _show_found(module, config, path: pathlib.Path, result: dict) -> None:
 if __name__ == "__main__":
     from experiments import comparison
 
-    try:
-        sys.exit(comparison.main(sys.argv[1:]))
-    except (ValueError, OSError) as mistake:
-        print(mistake, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(comparison.main(sys.argv[1:]))

@@ -78,11 +78,10 @@ def _unknown(name: str, word: str, module: Any, fields: Mapping[str, Any]) -> st
         return f"{one_line(word)!r}: expected field=value, as in seed=3"
     last = re.split(r"[./]", name)[-1]
     if last != name and last in fields:
-        return f"{one_line(word)}: write the field's name alone, as in {last}=VALUE"
+        alone = one_line(word[len(name) - len(last) :])
+        return f"{one_line(word)}: a field stands by its name alone; write {alone}"
     near = nearest_fields(name, module)
-    return (
-        f"{one_line(word)}: there is no field {one_line(name)!r} here{near} (--fields lists them)"
-    )
+    return f"{one_line(word)}: there is no such field{near} (--fields describes them)"
 
 
 def nearest_fields(binding: str, module: Any, *, prefix: str = "") -> str:
@@ -106,10 +105,10 @@ def _read(text: str, hint: Any, field: dataclasses.Field) -> Any:
             raise ValueError("a file has that name, and commas part paths: ")
         return _value(text, hint)
     except (ValueError, TypeError) as error:
+        said = "" if isinstance(error, TypeError) else str(error)  # what fit() says is said below
+        start = f"{one_line(f'{field.name}={text}')}{' is empty' if not text.strip() else ''}"
         wanted = f"expected {kind(hint, field)}, as in {_example(hint, field)}"
-        said = "" if isinstance(error, TypeError) else str(error)
-        said = said or ("it is empty: " if not text.strip() else "")
-        raise Misuse(f"{one_line(f'{field.name}={text}')}: {said}{wanted}") from None
+        raise Misuse(f"{start}: {said}{wanted}") from None
 
 
 def _value(text: str, hint: Any) -> Any:
@@ -145,23 +144,25 @@ def _value(text: str, hint: Any) -> Any:
 
 def _several(text: str, hint: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Values with commas between them, or a Python list or tuple in brackets."""
-    if re.fullmatch(r"\(.*\)|\[.*\]", text, re.DOTALL):
+    if re.fullmatch(r"\(.*\)|\[.*\]", text, re.DOTALL):  # also (1, 2), (3, 4)
         try:
             value = ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
-            said = "what stands in brackets is read as Python, in which a text has quotes: "
+            said = "in brackets it is Python, where texts have quotes; without, they need none: "
             raise ValueError(said) from None
         if not isinstance(value, tuple | list):
             raise ValueError("a single value in brackets has a comma behind it: ")
         sizes = args if Ellipsis not in args and len(args) == len(value) else None
         each = sizes or (args[0],) * len(value)
         return tuple(registry.fit(item, one) for item, one in zip(value, each, strict=True))
+    if _is_several(args[0]):
+        raise ValueError
     items = [item.strip() for item in text.split(",")]
     if not all(items):
-        raise ValueError("a value is empty; () is for none: " if text else "")
+        raise ValueError("a value is empty, and for none there is (): " if text else "")
     for item in items:
         if _unquoted(item) == item and (item[0] in "'\"" or item[-1] in "'\""):
-            raise ValueError("of values with quotes or commas in them a Python list is needed: ")
+            raise ValueError("values with quotes or commas in them need a Python list: ")
     return tuple(_value(item, args[0]) for item in items)
 
 

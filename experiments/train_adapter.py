@@ -34,7 +34,7 @@ OF_THE_ADAPTER = ("rank", "alpha", "use_rslora", "projections")  # where one is 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(TrainConfig):
     """What is trained on what; steps, lr and so on are TrainConfig's, the last four fields
-    AdapterTrainConfig's, and where None is given they have its defaults.
+    AdapterTrainConfig's, whose defaults stand in for None.
 
     base            base model: a name, a folder or a .gguf file
     data            JSON lines, each with `text`, or `messages` for the chat template
@@ -48,6 +48,11 @@ class Config(TrainConfig):
                     adapter, so that it can be composed with others; 0 leaves none. They hold no
                     text, but of little data one could tell which tokens occur
     out             another folder to copy the adapter to
+    rank            r; None: 8, or that of init_from
+    alpha           the scale is alpha / rank, or alpha / √rank with use_rslora; None: 16
+    projections     which of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj are
+                    adapted; None: all
+    use_rslora      None: no
     """
 
     base: str = "smollm2-135m"
