@@ -73,7 +73,7 @@ class Config:
     )
     max_new_tokens: int = 64
     seed: int = 0
-    command: str = place("python run.py --experiment=compose")
+    command: str = place("molora run --experiment=compose")
 
     def __post_init__(self):
         check_config(self)

@@ -80,7 +80,7 @@ class Config:
             router_joined=0.0,  # a question is of one set
             top_k=1,
             seed=seed,
-            command="python run.py --experiment=real_tasks",
+            command="molora run --experiment=real_tasks",
         )
 
 
