@@ -39,8 +39,8 @@ class Config:
     eval_len            tokens of such a row
     mixture             also train one LoRA of the same number of parameters on the pooled data, for
                         the steps of one adapter and for those of all (minutes; cached)
-    prompt              a text that needs two domains, which is answered by every arm
-    max_new_tokens      longest such answer
+    prompt              a text that needs two domains, to which the routed model answers
+    max_new_tokens      most tokens of the answer
     command             what the adapters' model cards say that they were made by
     """
 

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments import settings
+from experiments import field_types
 
 LONGEST_VALUE = 48  # letters of a value that are shown
 
@@ -57,10 +57,10 @@ def rows(config_type: type, values: Mapping[str, Any]) -> list[list[str]]:
     hints, texts = typing.get_type_hints(config_type), described(config_type)
     found = []
     for field in dataclasses.fields(config_type):
-        value = settings.shown(values[field.name])
+        value = field_types.shown(values[field.name])
         if len(value) > LONGEST_VALUE:
             value = f"{value[: LONGEST_VALUE - 1]}…"
-        kind = settings.kind(hints[field.name], field).removeprefix("a ")
+        kind = field_types.kind(hints[field.name], field).removeprefix("a ")
         found.append([field.name, kind, value, texts.get(field.name, "")])
     return found
 

@@ -37,7 +37,7 @@ class Config:
 
     num_adapters  on the host; the bank holds all of them
     resident      how many the pool holds, of rank r each
-    active        accesses in turn that a step's tokens come from
+    active        how many accesses a step's tokens come from
     page_rank     rows of a page of the pool; S-LoRA has 1, more means fewer and longer copies
     batch         B, tokens of a step, of fig8
     batches       the same of fig7 and table11

@@ -52,7 +52,7 @@ class Config:
     num_slots  K of a bank
     rows       of the decode step that runs beside
     repeats    turns of the loads
-    beside     turns of the loads beside a decode step
+    beside     turns of that decode step, alone and with a load
     """
 
     base: str = "smollm2-135m"

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import pathlib
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -243,5 +242,5 @@ def _command(config: Config) -> str:
         if field.name in ("base", "data", "heldout", "init_from") and pathlib.Path(value).exists():
             value = pathlib.Path(value).name
         words += settings.written(sys.modules[__name__], field.name, value)
-    lines = ["molora run --experiment=train_adapter", *map(shlex.quote, words)]
+    lines = ["molora run --experiment=train_adapter", *map(settings.quoted_for_shell, words)]
     return " \\\n  ".join(lines)

@@ -60,7 +60,11 @@ def test_list_and_help_import_nothing_heavy():
     script = (
         "import sys, run\n"
         "run.parse_flags(['run.py', '--list'])\n"
-        "code = run.main([])\n"
+        "code = run.main(['run.py'])\n"
+        "try:\n"
+        "    run.parse_flags(['run.py', '--help'])\n"
+        "except SystemExit as stop:\n"
+        "    code = code or stop.code\n"
         "heavy = {'jax', 'flax', 'gin', 'numpy', 'sklearn', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else code)\n"
     )
@@ -69,7 +73,9 @@ def test_list_and_help_import_nothing_heavy():
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(registry.EXPERIMENTS)
+    names = list(registry.EXPERIMENTS)
+    assert [line.split()[0] for line in lines[: len(names)]] == names
+    assert lines[len(names)].startswith("usage: ") and "Sweeps" in lines
     assert any(line.startswith("compose ") and "Tab 15" in line for line in lines)
 
 
