@@ -29,6 +29,8 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 
+_HERE = pathlib.Path(__file__).resolve().parent
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -215,10 +217,10 @@ class Misuse(ValueError):
 
 def program() -> str:
     """What this program was started as: its name in help, messages and reports."""
-    called = pathlib.Path(sys.argv[0])
-    if called.name == "run.py":
+    called = pathlib.Path(sys.argv[0]).resolve()
+    if called == _HERE.parent / "run.py":
         return "python run.py"
-    if called.name == "main.py" and called.parent.name == "experiments":
+    if called == _HERE / "main.py":
         return "python -m experiments.main"
     return "molora run"
 
@@ -226,7 +228,7 @@ def program() -> str:
 def worker_program() -> tuple[str, ...]:
     """What starts the same in a process of its own, where it then has the same name."""
     if program() == "python run.py":
-        return sys.executable, str(pathlib.Path(sys.argv[0]).resolve())
+        return sys.executable, str(_HERE.parent / "run.py")
     if program() == "molora run":
         return sys.executable, "-m", "experiments.command", "run"
     return sys.executable, "-m", "experiments.main"
