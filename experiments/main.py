@@ -106,7 +106,8 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     for word in rest[1:]:
         if "=" not in word:
             known = registry.nearest(word, registry.EXPERIMENTS)
-            meant = f"--experiment={known[0]}" if known else "field=value or --flag=value"
+            meant = "field=value or --flag=value, with quotes around a value with spaces"
+            meant = f"--experiment={known[0]}" if known else meant
             meant = f"{word}=VALUE" if word in _known_fields() - set(known) else meant
             _misused(f"unexpected argument {word!r}: write {meant}")
     return rest
