@@ -1,4 +1,4 @@
-"""Experiments by flags and gin configs: `python run.py --list`. See experiments/main.py."""
+"""Experiments by flags and settings: `python run.py --help`. See experiments/main.py."""
 
 from absl import app
 

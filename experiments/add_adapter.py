@@ -18,7 +18,8 @@ KNOWN = 3  # domains that the first router knows; the rest of load_types arrive 
 class Config:
     """What arrives, and what each router may read of it; what is not here is compose's.
 
-    base, data         base model; "auto" takes the real sets where MOLORA_DATA is set
+    base               base model: a name, a folder or a .gguf file
+    data               as in compose.Config: "auto" takes the real sets where MOLORA_DATA is set
     rank, adapter_*, train_rows, router_*
                        as in compose.Config, so that adapters are shared with it
     features           of the statistics that travel (m); those of all channels are beside it

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import pathlib
 
-from experiments.registry import check_config, place
+from experiments.registry import check_config, place, texts
 
 # Arithmetic, code, an encyclopedia and a play, as in `compose`: the right adapter changes inside.
 MIXED_TEXT = """\
@@ -50,17 +50,19 @@ class Config:
     compare: str = place()
     compare_top_k: int | None = None
     base: str = ""
-    texts: str | tuple[str, ...] = ()
+    texts: str | tuple[str, ...] = texts()
     text_files: tuple[str, ...] = place(())
     forced: bool = True
     seed: int = 0
 
     def __post_init__(self):
         check_config(self)
+        if isinstance(self.texts, str):  # one text and a list of it are the same run
+            object.__setattr__(self, "texts", (self.texts,))
         if not self.composition:
             raise ValueError(
                 "Config.composition is empty: name a composition's folder, as in "
-                "--gin_bindings=\"analyse.Config.composition='runs/compose/ID/composition'\""
+                "composition=runs/compose/ID/composition"
             )
         if self.compare and self.compare_top_k is not None:
             raise ValueError(
@@ -83,8 +85,7 @@ class Config:
 
     def given_texts(self) -> tuple[str, ...]:
         """Those of `texts`, or the built-in one where nothing was given."""
-        texts = (self.texts,) if isinstance(self.texts, str) else self.texts
-        return texts if texts or self.text_files else (MIXED_TEXT,)
+        return tuple(self.texts) if self.texts or self.text_files else (MIXED_TEXT,)
 
     def all_texts(self) -> list[str]:
         """Every text to read, files last; ValueError for a file that is empty or no text."""
@@ -111,7 +112,7 @@ def digests(config: Config) -> dict[str, str]:
     if name is None:
         raise ValueError(
             f"Config.base is empty, and the base of {config.composition!r} was a folder or file, "
-            "whose place is not saved: name it, as in --gin_bindings=\"analyse.Config.base='PATH'\""
+            "whose place is not saved: name it, as in base=PATH"
         )
     texts = hashlib.sha256("\0".join(config.all_texts()).encode("utf-8", "backslashreplace"))
     return {

@@ -1,14 +1,23 @@
-"""`molora`: one command for the experiments and the tools; the same as the modules it names.
+"""molora: adapters trained, composed, routed and served, and the experiments with them.
 
-    molora run --experiment=NAME ...       experiments by flags and gin (python run.py)
-    molora results RUNS...                 a table of run folders, the best first
-    molora plan ...                        a step on H200s, on paper (python -m molora_jax.parallel)
-    molora inspect|convert|merge|statistics|compose|probe|generate|serve ...
-                                           adapters and models (python -m molora_jax.tools)
-    molora completion bash|zsh             words to complete: eval "$(molora completion bash)"
+    molora run --experiment=NAME field=value ...
+                            train an adapter or router of your own, or run an experiment
+    molora results RUNS...  a table of what runs measured, the best first
+    molora plan ...         memory and time of a step on H200s, on paper
+
+    molora inspect          what an adapter, composition or checkpoint holds
+    molora probe            what an adapter changes in its base
+    molora statistics       what a router must know of an adapter's texts
+    molora compose          adapters into one composition, without training
+    molora generate         text by the base, by adapters and routed
+    molora serve            the same over HTTP, for OpenAI's clients
+    molora convert, merge   between checkpoints and PEFT folders; several adapters into one
+
+    molora completion bash  words to complete: eval "$(molora completion bash)"; also zsh
     molora --version
 
-Each takes --help.
+Each takes --help. Where nothing is installed they are `python run.py`, `python -m` with
+experiments.results and molora_jax.parallel --plan, and for the others `python -m molora_jax.tools`.
 """
 
 import importlib.metadata
@@ -40,11 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb == "results":
         from experiments import comparison
 
-        try:
-            return comparison.main(rest)
-        except (ValueError, OSError) as error:
-            print(error, file=sys.stderr)
-            return 2
+        return comparison.main(rest)
     if verb == "run":
         from absl import app
 
@@ -58,25 +63,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def completion(shell: str) -> str:
-    """Lines for a shell that complete verbs, and after --experiment= the experiments."""
-    from experiments import registry
+    """Lines for a shell that complete verbs, flags, experiments, scales and names of fields."""
+    from experiments import field_names, registry
 
-    verbs, names = " ".join((*OTHERS, *VERBS)), " ".join(registry.EXPERIMENTS)
-    lines = ["autoload -Uz bashcompinit && bashcompinit"] if shell == "zsh" else []
+    fields = [
+        f"    {name}) fields='{' '.join(f'{each}=' for each in field_names.names(entry.module))}';;"
+        for name, entry in registry.EXPERIMENTS.items()
+    ]
+    flags = "--experiment= --scale= --sweep= --seed= --workdir= --fields --list --rerun --help"
+    zsh = ["autoload -Uz bashcompinit && bashcompinit"] if shell == "zsh" else []
     return "\n".join(
         [
-            *lines,
+            *zsh,
             "_molora() {",
-            "  local word=${COMP_WORDS[COMP_CWORD]}",
+            "  local word=${COMP_WORDS[COMP_CWORD]} before= name=compose fields= at next",
             '  if [ "$COMP_CWORD" -eq 1 ]; then',
-            f"    COMPREPLY=($(compgen -W '{verbs}' -- \"$word\"))",
-            # bash ends a word at =, so what follows it is a word of its own.
-            '  elif [ "${COMP_WORDS[COMP_CWORD-1]}" = = ] || [ "$word" = = ]; then',
-            f"    COMPREPLY=($(compgen -W '{names}' -- \"${{word#=}}\"))",
-            '  elif [ "${COMP_WORDS[1]}" = run ]; then',
-            "    COMPREPLY=($(compgen -W '--experiment= --scale= --list --help' -- \"$word\"))",
-            "    compopt -o nospace 2>/dev/null",
+            f"    COMPREPLY=($(compgen -W '{' '.join((*OTHERS, *VERBS))}' -- \"$word\"))",
+            "    return",
             "  fi",
+            '  [ "${COMP_WORDS[1]}" = run ] || return',
+            # bash ends a word at =, so what follows it is a word of its own.
+            '  if [ "$word" = = ]; then word= before=${COMP_WORDS[COMP_CWORD-1]}',
+            '  elif [ "${COMP_WORDS[COMP_CWORD-1]}" = = ]; then',
+            "    before=${COMP_WORDS[COMP_CWORD-2]}",
+            "  fi",
+            "  for ((at = 2; at < COMP_CWORD; at++)); do",
+            '    next="${COMP_WORDS[at+1]}"; [ "$next" = = ] && next="${COMP_WORDS[at+2]}"',
+            '    [ "${COMP_WORDS[at]}" = --experiment ] && name=$next',
+            "  done",
+            "  case $name in",
+            *fields,
+            "  esac",
+            "  case $before in",
+            f"    --experiment) fields='{' '.join(registry.EXPERIMENTS)}';;",
+            "    --scale) fields='tiny cpu paper';;",
+            "    ?*) return;;",  # a value: files, as the shell has them
+            f'    *) fields="{flags} $fields"; compopt -o nospace 2>/dev/null;;',
+            "  esac",
+            '  COMPREPLY=($(compgen -W "$fields" -- "$word"))',
             "}",
             "complete -o default -F _molora molora",
         ]
@@ -90,9 +114,10 @@ def _unknown(verb: str, rest: Sequence[str]) -> int:
     if verb == "completion":
         said = f"completion {' '.join(rest)}: expected bash or zsh"
     else:
-        close = registry.nearest(verb, known)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        said = f"unknown command {registry.one_line(verb)!r} (known: {', '.join(known)}){hint}"
+        near = registry.hint(verb, known)
+        said = f"unknown command {registry.one_line(verb)!r} (known: {', '.join(known)}){near}"
+        if verb in registry.EXPERIMENTS:
+            said = f"{verb} is an experiment: molora run --experiment={verb}"
     print(f"molora: {said}", file=sys.stderr)
     return 2
 

@@ -1,6 +1,6 @@
 """Runs side by side: which settings differ, which run is best, as table, CSV and picture.
 
-`python -m experiments.results RUNS...` prints such tables, and a sweep ends with one.
+`molora results RUNS...` prints such tables, and a sweep ends with one.
 """
 
 import argparse
@@ -22,7 +22,9 @@ from experiments import artifacts, registry
 from experiments.entries import DIGEST, Entry, find, read
 from experiments.run_folder import markdown, show
 from molora_jax import display
+from molora_jax.tools.arguments import Parser
 
+PROG = "python -m experiments.results"
 SHOWN_METRICS = 8  # columns of the printed table; the CSV has them all
 # Words of a metric's name that say which way is better.
 LOWER = {"loss", "nll", "nats", "perplexity", "ppl", "ms", "us", "seconds", "latency", "time"}
@@ -254,17 +256,37 @@ def _key(value: Any) -> tuple[int, float, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m experiments.results`; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.results", description=__doc__, allow_abbrev=False
+    """`molora results`; returns the exit code."""
+    prog = "molora results" if pathlib.Path(sys.argv[0]).name != "results.py" else PROG
+    try:
+        return _compared(_asked(arguments, prog))
+    except (ValueError, OSError) as error:
+        print(f"{prog}: {registry.one_line(str(error))}", file=sys.stderr)
+        return 2
+
+
+def _asked(arguments: Sequence[str], prog: str) -> argparse.Namespace:
+    parser = Parser(
+        prog=prog,
+        description="A table of runs for each experiment, the best first: the settings in which "
+        "they differ, and what they measured.",
+        epilog=f"example: {prog} runs/train_adapter --by=heldout_adapter",
     )
     add = parser.add_argument
-    add("runs", nargs="+", type=pathlib.Path, help="folders of runs, or folders that hold some")
-    add("--by", default="", metavar="METRIC", help="best first by it; 'routed/*': by their mean")
-    add("--order", default="", choices=("higher", "lower"), help="which is better")
+    add("runs", nargs="+", type=pathlib.Path, metavar="RUNS",
+        help="folders of runs, or folders that hold some, such as runs/NAME")  # fmt: skip
+    add("--by", default="", metavar="METRIC",
+        help="best first by it, or by the mean of 'routed/*'; default: its own")  # fmt: skip
+    add("--order", default="", choices=("higher", "lower"),
+        help="which is better, where the metric's name does not say")  # fmt: skip
     add("--csv", action="store_true", help="print CSV: every metric, unrounded")
-    add("--out", type=pathlib.Path, help="a folder for table.md, table.csv and table.png")
-    asked = parser.parse_args(arguments)
+    add("--out", type=pathlib.Path, metavar="FOLDER",
+        help="also write table.md, table.csv and table.png there")  # fmt: skip
+    parser.refuse_unknown(arguments)
+    return parser.parse_args(arguments)
+
+
+def _compared(asked: argparse.Namespace) -> int:
     groups = collections.defaultdict(list)
     for path in find(asked.runs):
         entry = read(path)

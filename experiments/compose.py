@@ -17,21 +17,31 @@ DOMAINS = 4
 class Config:
     """One composition, from data to report.
 
-    base, data          base model; "auto" takes the real sets where MOLORA_DATA is set
-    rank, alpha         of every adapter, on all seven projections; the scale is alpha / rank
-    adapter_*           steps, peak learning rate, rows and tokens a row of one adapter's training
+    base                base model: a name, a folder or a .gguf file
+    data                "molora_data": the real sets of the folder MOLORA_DATA; "embedded": those
+                        that come with the packages; "auto": the former where MOLORA_DATA is set
+    rank                of every adapter, on all seven projections
+    alpha               the adapters' scale is alpha / rank
+    adapter_steps       steps of one adapter's training
+    adapter_lr          its peak learning rate
+    adapter_rows        rows of one of its steps;  adapter_len  tokens of such a row
     train_rows          windows of each domain that adapters and router are trained on
     router              "per_layer", or "shared": one decision after layer `after_layer`
+    after_layer         where the shared decision is taken
     router_start_rows   rows read to solve the router in closed form
     router_joined       share of the router's rows that change domain in the middle; rows of one
                         domain alone teach it to expect no change
     router_steps        gradient steps that follow, with the language-model loss
+    router_lr           their peak learning rate
+    label_coef          × cross-entropy against the adapter whose own data a token came from
     top_k               adapters per token, beside k = 1, which is always reported
     eval_rows           held-out rows of one domain;  eval_joined  rows that change domain
     eval_len            tokens of such a row
     mixture             also train one LoRA of the same number of parameters on the pooled data, for
                         the steps of one adapter and for those of all (minutes; cached)
-    prompt              a text that needs two domains; max_new_tokens of it are generated
+    prompt              a text that needs two domains, to which the routed model answers
+    max_new_tokens      most tokens of the answer
+    command             what the adapters' model cards say that they were made by
     """
 
     base: str = "smollm2-135m"
@@ -63,7 +73,7 @@ class Config:
     )
     max_new_tokens: int = 64
     seed: int = 0
-    command: str = place("python run.py --experiment=compose")
+    command: str = place("molora run --experiment=compose")
 
     def __post_init__(self):
         check_config(self)

@@ -23,14 +23,18 @@ TYPES = {
 class Config:
     """Adapters apart, one router over them, held-out documents; what is not here is compose's.
 
-    base, data         base model; "auto" takes the real sets where MOLORA_DATA is set
+    base               base model: a name, a folder or a .gguf file
+    data               as in compose.Config: "auto" takes the real sets where MOLORA_DATA is set
     rank, adapter_*, train_rows, router_*
                        as in compose.Config, so that adapters are shared with it
     free_steps         gradient steps of a router that never sees a label: random start,
                        language-model loss alone; 0 leaves that arm out
+    free_lr            its peak learning rate
     eval_docs          held-out documents of each type, one row each, of at most eval_len tokens
+    eval_len           most tokens of a held-out document
     loss_docs          the first so many are also measured in every other arm
     mixed_rows         held-out rows of `mixed_spans` spans, neighbours of different types
+    mixed_spans        spans of such a row
     num_seeds          seeds seed, seed + 1, ...: of data split, adapters, router and mixed rows
     """
 

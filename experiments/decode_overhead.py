@@ -35,11 +35,15 @@ ARMS = {
 class Config:
     """Engines of one base and one bank, stepped in turns with an engine of the base alone.
 
+    base          base model: a name, a folder or a .gguf file
     rows          B, requests decoded together
-    num_adapters  K, all resident, of rank `rank` on all seven projections
+    num_adapters  K, all resident, on all seven projections
+    rank          R of every adapter
     router        the learned one: one decision a layer, or one shared
     arms          what is timed beside the base, of ARMS; an engine is compiled for each kind of
                   router among them
+    strategy      how `lora_delta` computes; see pallas_kernels
+    dtype         of weights and activations
     repeats       turns, in each of which both engines make one step
     context       T, tokens of a row's cache, which every step reads in full
     """

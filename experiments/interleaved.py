@@ -10,23 +10,33 @@ from experiments.registry import check_config
 class Config:
     """From data to pictures and times.
 
-    base, data       base model with a tied embedding; "auto" takes the real sets where MOLORA_DATA
-                     is set, "generated" stand-ins for them
-    rank, alpha      of every adapter, on all seven projections; the scale is alpha / rank
-    row_steps, row_lr    of the added vocabulary rows, which are trained once, before any adapter
-    text_steps, picture_steps, grid_steps, adapter_lr    of each modality's adapter
-    batch_rows, seq_len  of one training step; also the longest prompt that is generated from
+    base             base model with a tied embedding: a name, a folder or a .gguf file
+    data             "molora_data": the real sets of the folder MOLORA_DATA; "generated": stand-ins;
+                     "auto": the former where MOLORA_DATA is set
+    rank             of every adapter, on all seven projections
+    alpha            the adapters' scale is alpha / rank
+    row_steps        steps of the added vocabulary rows, trained once, before any adapter
+    row_lr           their peak learning rate
+    text_steps, picture_steps, grid_steps
+                     steps of that modality's adapter
+    adapter_lr       peak learning rate of each
+    batch_rows       rows of one training step
+    seq_len          tokens of such a row; also the longest prompt that is generated from
     train_rows       documents of each kind that are trained on
     eval_rows        held-out documents of each of three kinds: pictures, puzzles, mixed
     plain_rows       rows of plain text on which the cost of the added rows is measured
-    samples          answers for each alphabet and look;  max_new_tokens  of each
-    temperature, sample_top_k    of these answers; puzzles are answered greedily
+    samples          answers for each alphabet and look
+    max_new_tokens   longest of these answers
+    temperature      of these answers; puzzles are answered greedily
+    sample_top_k     likeliest tokens that these answers are drawn from
     puzzles          held-out puzzles that are answered
     engine_rows      requests decoded together;  buckets  lengths to which prompts are padded
     quality          False: only times, of a random decoder
-    width, layers    of a random decoder to time; width None: the base with its adapters
+    width            of a random decoder to time; None: the base with its adapters is timed
+    layers           of the random decoder
     dtype            of the random decoder
-    time_rows, time_len    B and S of what is timed;  repeats  turns
+    time_rows        B of what is timed;  time_len  S of what is timed
+    repeats          turns, in each of which every arm runs once
     """
 
     base: str = "smollm2-135m"

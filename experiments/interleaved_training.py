@@ -132,7 +132,7 @@ def modality_adapter(
         card = AdapterCard(
             base=base.name,
             data=f"{name} tokens of interleaved documents",
-            command="python run.py --experiment=table8",
+            command="molora run --experiment=table8",
             metrics={"train_loss": records[-1]["loss"]},
         )
         adapter = trained.to_adapter(name, base_name=base.name)

@@ -25,7 +25,10 @@ PAPER_MS = 0.016  # of the kernel, at every batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(TimingConfig):
-    """Batches of tokens of width D = F, k = 1, their adapters drawn uniformly from K."""
+    """Batches of tokens of width D = F, k = 1, their adapters drawn uniformly from K.
+
+    batches  numbers of tokens, growing
+    """
 
     batches: tuple[int, ...] = (1, 4, 16, 64, 128, 256, 512, 1024)
     width: int = 1024

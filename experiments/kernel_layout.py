@@ -37,7 +37,11 @@ INDIRECT = ("table", "separate", "copied")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(TimingConfig):
-    """N tokens of width D = F, one adapter a token, in tiles of `block` rows, for several K."""
+    """N tokens of width D = F, one adapter a token, in tiles of `block` rows, for several K.
+
+    num_slots  the values of K
+    block      rows of a tile, which has one adapter
+    """
 
     num_tokens: int = 512
     width: int = 1024

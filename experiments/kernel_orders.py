@@ -35,7 +35,11 @@ PAPER_BATCH = (5.8, 112)  # Figure 6, the least and the greatest speedup
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(TimingConfig):
-    """table6: N tokens in three orders. fig6: batches of sequences of `seq_len`, balanced."""
+    """table6: N tokens in three orders. fig6: batches of sequences of `seq_len`, balanced.
+
+    batches  numbers of sequences of fig6
+    seq_len  tokens of such a sequence
+    """
 
     num_tokens: int = 1024
     width: int = 1024

@@ -41,7 +41,10 @@ PAPER_MS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(TimingConfig):
-    """N tokens of width D = F, k = 1; `resident` adapters on the device where there is paging."""
+    """N tokens of width D = F, k = 1; `resident` adapters on the device where there is paging.
+
+    resident  adapters that fit the device where the others are paged in
+    """
 
     num_tokens: int = 2048
     width: int = 1024

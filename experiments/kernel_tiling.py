@@ -20,7 +20,10 @@ FIXED = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(TimingConfig):
-    """N tokens of width D = F, k = 1, in blocks of each size, 64 among them."""
+    """N tokens of width D = F, k = 1, in blocks of each size, 64 among them.
+
+    blocks  rows of a block, each size timed
+    """
 
     num_tokens: int = 1024
     width: int = 1024

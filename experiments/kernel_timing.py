@@ -56,6 +56,16 @@ class TimingConfig:
                  more than three (the sort, which they share, drops out)
     weight_sets  sets of weights that rotate, so that none waits in a cache
     backend      who runs the strategies; see pallas_kernels
+    dtype        of weights and activations
+    seed         of weights and adapter ids
+
+    What the sizes of those are that have them:
+
+    num_tokens   N, tokens of a call
+    width        D = F, channels of what comes in and goes out
+    rank         r of every adapter
+    num_slots    K, adapters of the bank
+    strategy     how `lora_delta` computes; see pallas_kernels
 
     A config with a `strategy` has it checked with the backend; `sizes` has every size measured.
     """

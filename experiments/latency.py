@@ -37,9 +37,16 @@ class Config:
 
     num_adapters  on the host; the bank holds all of them
     resident      how many the pool holds, of rank r each
+    active        how many accesses a step's tokens come from
     page_rank     rows of a page of the pool; S-LoRA has 1, more means fewer and longer copies
-    batch         B of fig8; batches: of fig7 and table11
+    batch         B, tokens of a step, of fig8
+    batches       the same of fig7 and table11
     rounds        blocks of `steps` steps, in each of which every arm of every cell has its turn
+    steps         steps of such a block
+    dtype         of weights and activations
+    width         D = F, channels of what comes in and goes out
+    rank          r of every adapter
+    strategy      how `lora_delta` computes; see pallas_kernels
     """
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

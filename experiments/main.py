@@ -1,88 +1,57 @@
-"""run.py: flags and gin become one resolved config, and one experiment runs with it.
+"""The command line: flags, settings and gin become one config, and one experiment runs with it.
 
 Exit codes: 0 done, 1 an experiment failed or was stopped, 2 misused (and nothing was started).
 """
 
-import dataclasses
-import difflib
 import logging
 import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags
+from absl import logging as absl_logging
 
-from experiments import devices, registry, sweeps
-from experiments.registry import one_line
+from experiments import devices, field_names, gin_files, registry, settings, sweeps, usage
+from experiments.gin_files import CONFIGS, bindings
+from experiments.registry import Misuse, one_line, program
+from experiments.settings import USUAL_NAMES
 
-# In a checkout run.py and configs/ lie beside this package; an installed one has configs/ in it.
-_HERE = pathlib.Path(__file__).resolve().parent
-_SCRIPT = _HERE.parent / "run.py"
-CONFIGS = (_HERE.parent if _SCRIPT.is_file() else _HERE) / "configs"
-NAME = "run.py" if _SCRIPT.is_file() else "molora run"
-PROGRAM = (sys.executable, *([str(_SCRIPT)] if _SCRIPT.is_file() else ["-m", "experiments.main"]))
+__all__ = ["CONFIGS", "Misuse", "bindings", "main", "parse_flags", "resolve", "values_of"]
+
 SCALES = ("tiny", "cpu", "paper")
-# What fields of ours are called in PEFT, transformers and TRL; for hints alone.
-USUAL_NAMES = {
-    "base_model": "base",
-    "base_model_name_or_path": "base",
-    "cutoff_len": "seq_len",
-    "dataset": "data",
-    "eval_dataset": "heldout",
-    "eval_file": "heldout",
-    "gradient_accumulation_steps": "accumulate",
-    "learning_rate": "lr",
-    "lora_alpha": "alpha",
-    "lora_r": "rank",
-    "lora_rank": "rank",
-    "max_grad_norm": "clip",
-    "max_length": "seq_len",
-    "max_seq_length": "seq_len",
-    "max_steps": "steps",
-    "model_name_or_path": "base",
-    "num_steps": "steps",
-    "output_dir": "out",
-    "per_device_train_batch_size": "batch_size",
-    "r": "rank",
-    "save_steps": "checkpoint_every",
-    "seq_length": "seq_len",
-    "target_modules": "projections",
-    "train_batch_size": "batch_size",
-    "train_dataset": "data",
-    "train_file": "data",
-    "warmup": "warmup_steps",
-}
-OWN_PACKAGES = ("__gin__", "experiments", "molora_jax", "pallas_kernels")
+MAX_SEED = 2**32 - 1  # what jax.random and numpy take alike
 
 _LIST = flags.DEFINE_bool("list", False, "Print every experiment, a line each, and leave.")
-_EXPERIMENT = flags.DEFINE_string("experiment", "compose", "Which experiment; see --list.")
+_FIELDS = flags.DEFINE_bool(
+    "fields", False, "Print the settings of the experiment with the values they have, and leave."
+)
+_EXPERIMENT = flags.DEFINE_string("experiment", "compose", "Which one; they are listed below.")
 _SCALE = flags.DEFINE_enum(
     "scale",
     "cpu",
     SCALES,
-    "tiny: seconds, random weights, for tests; cpu: minutes on two cores, a real model and data; "
-    "paper: the paper's own sizes, on a GPU.",
+    "tiny: seconds, random weights, to try a command; cpu: minutes on two cores, a real model and "
+    "data; paper: the paper's own sizes, on a GPU.",
 )
-MAX_INCLUDES = 32
-MAX_SEED = 2**32 - 1  # what jax.random and numpy take alike
-
 _GIN_FILE = flags.DEFINE_multi_string(
-    "gin_file", [], "A gin file laid over the experiment's own; may be given several times."
+    "gin_file",
+    [],
+    "A gin file laid over the experiment's own, such as a run's config.gin; several add up.",
 )
 _GIN_BINDINGS = flags.DEFINE_multi_string(
-    "gin_bindings", [], "A binding, such as compose.Config.rank=4; may be given several times."
+    "gin_bindings", [], "A binding as such a file has it, compose.Config.rank=4; several add up."
 )
 _SWEEP = flags.DEFINE_multi_string(
-    "sweep", [], "A named sweep of the experiment, such as seed; several, as lr,rank, multiply."
+    "sweep", [], "Named sweeps of the experiment, such as seed; several, as lr,rank, multiply."
 )
 _LAUNCHER = flags.DEFINE_enum(
     "launcher",
     "here",
     ("here", "local", "slurm"),
-    "Who runs a sweep's points. here: this process, one after another; local: processes of this "
+    "Who runs the points. here: this process, one after another; local: processes of this "
     "machine, several at once (measure times with --jobs=1); slurm: jobs of a cluster.",
 )
 _JOBS = flags.DEFINE_integer(
@@ -116,25 +85,31 @@ _RERUN = flags.DEFINE_bool(
 _RETRAIN = flags.DEFINE_bool("retrain", False, "Train those anew too, then measure again.")
 
 
-class Misuse(ValueError):
-    """What the caller got wrong, in words; ends with exit code 2 before anything starts."""
-
-
 def parse_flags(argv: Sequence[str]) -> list[str]:
-    """absl's flags, but with exit code 0 for --help and 2 for a mistake (absl's own: 1)."""
+    """absl's flags, but with exit code 0 for --help and 2 for a mistake (absl's own: 1).
+
+    Returns the program's name and the settings, `field=value`, which may stand among the flags.
+    """
     if any(re.fullmatch(r"--?(help|helpshort|helpfull|h|\?)", argument) for argument in argv[1:]):
-        print(f"{__doc__}\nFlags:\n{flags.FLAGS.module_help(sys.modules[__name__])}")
-        print("\nExperiments:\n  " + "\n  ".join(registry.lines()))
+        _print(usage.text(flags.FLAGS, program()))
         sys.exit(0)
+    flags.FLAGS.set_gnu_getopt(True)
     try:
         rest = flags.FLAGS(list(argv))
     except flags.UnrecognizedFlagError as error:
-        _misused(f"unknown flag --{error.flagname}", error.flagname, _own_flags(), prefix="--")
+        if error.flagname in _known_fields():
+            _misused(f"--{error.flagname} is a setting, without dashes: {error.flagname}=VALUE")
+        near = registry.hint(error.flagname, _own_flags(), prefix="--")
+        _misused(f"unknown flag --{error.flagname}{near}")
     except (flags.Error, ValueError) as error:  # absl's own for --nolist=value
         _misused(str(error))
-    if len(rest) > 1:
-        near = [*registry.nearest(rest[1], registry.EXPERIMENTS), "compose"][0]
-        _misused(f"unexpected argument {rest[1]!r}: write --name=value, as in --experiment={near}")
+    for word in rest[1:]:
+        if "=" not in word:
+            known = registry.nearest(word, registry.EXPERIMENTS)
+            meant = "field=value or --flag=value, with quotes around a value with spaces"
+            meant = f"--experiment={known[0]}" if known else meant
+            meant = f"{word}=VALUE" if word in _known_fields() - set(known) else meant
+            _misused(f"unexpected argument {word!r}: write {meant}")
     return rest
 
 
@@ -142,19 +117,25 @@ def _own_flags() -> list[str]:
     return [f.name for f in flags.FLAGS.get_flags_for_module(sys.modules[__name__])]
 
 
-def _misused(
-    message: str, name: str = "", known: Sequence[str] = (), *, prefix: str = ""
-) -> NoReturn:
-    """Prints the message, with the known names nearest to `name`, and leaves with code 2."""
-    text = f"{one_line(message)}{_hint(name, known, prefix=prefix)}"
+def _known_fields() -> set[str]:
+    """What a setting of any experiment may be called, here or elsewhere."""
+    modules = {entry.module for entry in registry.EXPERIMENTS.values()}
+    return {name for each in modules for name in field_names.names(each)} | set(USUAL_NAMES)
+
+
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has read enough; Python would complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _misused(message: str) -> NoReturn:
+    """Prints the message and leaves with code 2."""
     # A terminal need not have the letters that a caller typed.
-    print(f"{NAME}: {text.encode('utf-8', 'backslashreplace').decode()}", file=sys.stderr)
+    text = one_line(message).encode("utf-8", "backslashreplace").decode()
+    print(f"{program()}: {text}", file=sys.stderr)
     sys.exit(2)
-
-
-def _hint(name: str, known: Sequence[str], *, prefix: str = "") -> str:
-    close = [prefix + each for each in registry.nearest(name, known)]
-    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def main(
@@ -162,29 +143,27 @@ def main(
     *,
     entries: Mapping[str, registry.Experiment] = registry.EXPERIMENTS,
     configs: pathlib.Path = CONFIGS,
-    program: Sequence[str] = PROGRAM,
+    started_with: Sequence[str] = (),
 ) -> int:
-    """Runs what the flags ask for; returns the exit code.
+    """Runs what flags and settings ask for; returns the exit code.
 
-    program  what a sweep's workers are started with, before their flags
+    argv          the program's name and the settings, as parse_flags leaves them
+    started_with  what a sweep's workers are started with, in place of this program
     """
-    del argv  # parse_flags has refused what is no flag
-    # It tells of every kind of device that is not here.
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+    given = argv[1:]
+    _log_plainly()
     if _LIST.value:
-        try:
-            print("\n".join(registry.lines(entries)), flush=True)
-        except BrokenPipeError:  # `| head` has read enough; Python would complain at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print("\n".join(registry.lines(entries)))
         return 0
     name = _EXPERIMENT.value
     if name not in entries:
-        known = f"known: {', '.join(entries)}"
-        _misused(f"unknown experiment {name!r} ({known})", name, list(entries))
+        near = registry.hint(name, entries)
+        _misused(f"unknown experiment {name!r} (known: {', '.join(entries)}){near}")
 
-    logging.getLogger("absl").addFilter(_worth_reading)
     # Everything that takes time to import comes after this line.
     try:
+        if _FIELDS.value:
+            return _show_fields(name, entries[name].load(), configs, given)
         sweeps.check_flags(flags.FLAGS)
         if _LAUNCHER.value != "here":
             sweeps.keep_off_devices()
@@ -193,7 +172,10 @@ def main(
         def resolve_all():
             module = entries[name].load()
             points = sweeps.points(module, sweeps.names_of(_SWEEP.value))
-            configs_of = [resolve(name, module, configs=configs, sweep_point=p) for p in points]
+            configs_of = [
+                resolve(name, module, configs=configs, given=given, sweep_point=point)
+                for point in points
+            ]
             # What a config names (a data file, a base model) is read before anything starts, too.
             return module, points, configs_of, [module.digests(each) for each in configs_of]
 
@@ -203,7 +185,7 @@ def main(
     except ValueError as error:
         _misused(str(error))
     except OSError as error:  # a model that cannot be fetched, a file that cannot be read
-        print(f"{NAME}: {error}", file=sys.stderr)
+        print(f"{program()}: {one_line(str(error))}", file=sys.stderr)
         return 1
 
     from experiments import results
@@ -216,6 +198,7 @@ def main(
                 config,
                 digest,
                 scale=_SCALE.value,
+                configs=configs,
                 workdir=workdir,
                 rerun=_RERUN.value,
                 retrain=_RETRAIN.value,
@@ -230,8 +213,9 @@ def main(
                 points=points,
                 configs=resolved,
                 digests=digests,
+                given=given,
                 execute=execute,
-                program=program,
+                program=started_with or registry.worker_program(),
             )
         sweeps.make_workdir(pathlib.Path(_WORKDIR.value))
         status, _ = execute(resolved[0], digests[0])
@@ -240,32 +224,63 @@ def main(
     return devices.leave(0 if status == "complete" else 1)
 
 
+def _show_fields(name: str, module: Any, configs: pathlib.Path, given: Sequence[str]) -> int:
+    """--fields: a row a field of the Config, with its value here."""
+    from experiments import fields
+
+    values = values_of(name, module, configs=configs, given=given)
+    title = f"Settings of {name} at scale {_SCALE.value}, each written field=value:\n"
+    _print(f"{title}\n{fields.table(fields.rows(module.Config, values))}")
+    return 0
+
+
+def _log_plainly() -> None:
+    """Lines of the log as a user reads them: the project's own, and warnings; all with absl's
+    prefixes where --verbosity asks for them."""
+    # It tells of every kind of device that is not here.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+    handler = absl_logging.get_absl_handler()
+    if flags.FLAGS["verbosity"].present:
+        handler.setFormatter(absl_logging.PythonFormatter())
+    else:
+        handler.setFormatter(_Plain())
+        logging.getLogger("absl").addFilter(_worth_reading)
+
+
+class _Plain(logging.Formatter):
+    """ "warning: what it is about"; what is no warning has no prefix."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
 def _worth_reading(record: logging.LogRecord) -> bool:
-    """Orbax logs some thirty lines a checkpoint, and the trace of what it raises besides: only its
-    warnings are worth reading."""
-    return record.levelno == logging.WARNING or "orbax" not in pathlib.Path(record.pathname).parts
+    """Whether a record is for a user: a warning, or a line of the experiments' own.
+
+    Orbax logs some thirty lines a checkpoint, and the trace of what it raises besides: of it only
+    warnings.
+    """
+    parts = pathlib.Path(record.pathname).parts
+    if "orbax" in parts:
+        return record.levelno == logging.WARNING
+    return record.levelno >= logging.WARNING or "experiments" in parts
 
 
-def resolve(name: str, module: Any, *, configs: pathlib.Path, sweep_point: str = "") -> Any:
-    """The experiment's Config from, each over the one before: its defaults (scale cpu),
-    configs/NAME.gin, configs/SCALE.gin, --gin_file, --gin_bindings, the sweep's point, --seed.
+def resolve(
+    name: str,
+    module: Any,
+    *,
+    configs: pathlib.Path = CONFIGS,
+    given: Sequence[str] = (),
+    sweep_point: str = "",
+) -> Any:
+    """The experiment's Config of `values_of`.
 
     Raises:
       Misuse: what is unknown, unused, or refused by the Config, with the nearest known names.
     """
-    own = configs / f"{name}.gin"
-    values = bindings(module, files=[own] if own.exists() else [])
-    if _SCALE.value != "cpu":
-        scale_file = configs / f"{_SCALE.value}.gin"
-        of_scale = bindings(module, files=[scale_file], shared=True) if scale_file.exists() else {}
-        if not of_scale:
-            has_none = f"{scale_file.name} binds nothing of it"
-            raise Misuse(f"experiment {name!r} has no --scale={_SCALE.value}: {has_none}")
-        values |= of_scale
-    texts = [*_GIN_BINDINGS.value, sweep_point]
-    values |= bindings(module, files=_GIN_FILE.value, texts=texts)
-    if flags.FLAGS["seed"].present:
-        values["seed"] = _SEED.value
+    values = values_of(name, module, configs=configs, given=given, sweep_point=sweep_point)
     try:
         config = module.Config(**values)
     except ValueError as error:
@@ -275,134 +290,31 @@ def resolve(name: str, module: Any, *, configs: pathlib.Path, sweep_point: str =
     return config
 
 
-def bindings(
-    module: Any, *, files: Sequence[Any] = (), texts: Sequence[str] = (), shared: bool = False
+def values_of(
+    name: str,
+    module: Any,
+    *,
+    configs: pathlib.Path = CONFIGS,
+    given: Sequence[str] = (),
+    sweep_point: str = "",
 ) -> dict[str, Any]:
-    """What gin files and binding strings say about `module.Config`: {field: value}.
-
-    gin accepts a binding of anything that can be imported, and macros that nobody reads; both
-    would do nothing without a word, so they are refused, except that a `shared` file may bind other
-    experiments. It would also import, and so run, any module that a file names: only the project's
-    own are let through.
+    """The value of every field, each source over the one before: the experiment's own at --scale,
+    --gin_file, --gin_bindings, the settings `given`, the sweep's point, --seed.
 
     Raises:
       Misuse: as `resolve` has it.
     """
-    import gin
-
-    package, _, short = module.__name__.rpartition(".")
-    imports = f"from {package} import {short}" if package else f"import {short}"
-    preamble = f"from __gin__ import dynamic_registration\n{imports}\nexperiment = @{short}.Config"
-    own = {module.__name__.partition(".")[0], *OWN_PACKAGES}
-    gin.clear_config()
-    try:
-        sources = [text for file in files for text in _with_includes(file, own)]
-        for text in texts:
-            sources += _checked(text, "--gin_bindings", own)
-        for file in files:
-            gin.parse_config_file(str(file))
-        gin.parse_config("\n".join([preamble, *texts]))
-        values = gin.get_bindings(module.Config)
-        written = gin.config_str(max_line_length=10**4)  # gin pads its comments to it
-    except Misuse:
-        raise
-    except Exception as error:
-        if shared:  # the project's own file: a mistake in the code, not the caller's
-            raise
-        raise Misuse(_explain(error, module, short)) from None
-    finally:
-        gin.clear_config()
-    if not shared:
-        for binding in _without_effect(written, [written, *sources], short):
-            near = _nearest_fields(binding, module, short)
-            shown = one_line(binding)
-            raise Misuse(f"binding {shown!r} has no effect on this experiment{near}")
+    values = gin_files.own_values(name, module, _SCALE.value, configs=configs)
+    values |= bindings(module, files=_GIN_FILE.value, texts=_GIN_BINDINGS.value)
+    set_to = settings.read(module, given)
+    values |= set_to
+    if sweep_point:
+        values |= bindings(module, texts=[sweep_point])
+    if flags.FLAGS["seed"].present:
+        if "seed" in set_to:
+            raise Misuse(f"seed={set_to['seed']} and --seed={_SEED.value}: give one of the two")
+        values["seed"] = _SEED.value
     return values
-
-
-def _with_includes(file: Any, own: Set[str]) -> list[str]:
-    """The text of a gin file and of all that it includes, in which only `own` is imported."""
-    try:
-        found = pathlib.Path(file).is_file()
-        text = pathlib.Path(file).read_text(encoding="utf-8") if found else ""
-    except (OSError, ValueError) as error:
-        raise Misuse(f"--gin_file={one_line(str(file))}: {one_line(str(error))}") from None
-    if not found:
-        near = _hint(pathlib.Path(file).name, sorted(path.name for path in CONFIGS.glob("*.gin")))
-        raise Misuse(f"--gin_file={one_line(str(file))}: there is no such file{near}")
-    return _checked(text, f"--gin_file={one_line(str(file))}", own)
-
-
-def _checked(text: str, where: str, own: Set[str], *, depth: int = 0) -> list[str]:
-    """`text` and all that it includes, read as gin reads them but without importing anything."""
-    from gin import config_parser
-
-    class Nothing(config_parser.ParserDelegate):
-        """Takes references and macros without looking for what they name."""
-
-        def configurable_reference(self, scoped_configurable_name, evaluate):
-            return scoped_configurable_name
-
-        def macro(self, scoped_name):
-            return scoped_name
-
-    found = [text]
-    for statement in config_parser.ConfigParser(text, Nothing()):
-        if isinstance(statement, config_parser.ImportStatement):
-            package = statement.module.partition(".")[0]
-            if package not in own:
-                raise Misuse(
-                    f"{where}: import of {one_line(statement.module)!r}: a gin file may import "
-                    f"only from {', '.join(sorted(own))}, since an import runs code"
-                )
-        elif isinstance(statement, config_parser.IncludeStatement):
-            if depth == MAX_INCLUDES:
-                raise Misuse(f"{where}: more than {MAX_INCLUDES} files include each other")
-            inner = pathlib.Path(statement.filename)
-            if inner.suffix != ".gin" or not inner.is_file():
-                name = one_line(statement.filename)
-                raise Misuse(f"{where}: include {name!r}: there is no such .gin file")
-            found += _checked(inner.read_text(encoding="utf-8"), where, own, depth=depth + 1)
-    return found
-
-
-def _without_effect(written: str, sources: Sequence[str], short: str) -> Iterator[str]:
-    """Bindings, among those that gin wrote out, that the Config of module `short` never sees."""
-    for binding in re.findall(r"^([\w./]*) = ", written, flags=re.MULTILINE):
-        target, _, _ = binding.rpartition(".")
-        if target:
-            if not re.search(rf"(^|\.){re.escape(short)}\.Config$", target):
-                yield binding
-        elif not binding:  # gin's own macro without a scope, which is a macro without a name
-            yield "gin.macro.value"
-        # A macro counts as read if any source reads it: a later binding may have replaced that one.
-        elif binding != "experiment" and not re.search(rf"%{binding}\b", "\n".join(sources)):
-            yield binding
-
-
-def _explain(error: Exception, module: Any, short: str) -> str:
-    """gin's message, and the nearest names to the binding that it quotes."""
-    text = str(error) or type(error).__name__
-    # Python 3.12's tokenizer counts parentheses itself.
-    if isinstance(error, RecursionError | MemoryError) or "too many nested" in text:
-        return "a binding is nested too deep, or refers to itself"
-    if undefined := re.search(r"In call to configurable 'macro' .* in scope '(.*)'", text):
-        return f"macro %{one_line(undefined[1])} is read and not defined"
-    if "Failed to parse token" in text:
-        text += ". A string needs quotes of its own: --gin_bindings=\"NAME.Config.field='text'\""
-    quoted = re.findall(r"^\s*([\w./]+)\s*=", text, flags=re.MULTILINE)
-    return one_line(text) + (_nearest_fields(quoted[-1], module, short) if quoted else "")
-
-
-def _nearest_fields(binding: str, module: Any, short: str) -> str:
-    """A hint for a misspelt binding: its field's name counts, and not what stands before."""
-    names = [field.name for field in dataclasses.fields(module.Config)]
-    elsewhere = {other: name for other, name in USUAL_NAMES.items() if name in names}
-    wanted = re.split(r"[./]", binding)[-1]
-    usual = difflib.get_close_matches(wanted, elsewhere, n=1, cutoff=0.8)
-    close = [elsewhere[name] for name in usual] or registry.nearest(wanted, names)
-    listed = [f"{short}.Config.{name}" for name in close or names]
-    return f"; did you mean {' or '.join(listed)}?" if close else f"; known are {', '.join(listed)}"
 
 
 if __name__ == "__main__":

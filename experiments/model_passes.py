@@ -56,7 +56,9 @@ class Config:
     base        of Table 5: a base model, or "qwen3-4b-random", its shapes with random weights
     lengths     of Table 5: tokens of a row in the diverse cases, and in the others
     models      of Table 7: width, layers, rows and length of each, random weights
-    num_adapters, rank   K and R, all with random weights
+    num_adapters  K, all with random weights
+    rank        R of every adapter
+    dtype       of weights and activations
     repeats     turns, in each of which every arm runs once
     budget_s    no turn of one case begins after so long, once there are three
     """

@@ -30,8 +30,9 @@ class Config:
     seq_len         tokens of a row
     rank            of the modulated adapters; the plain one has more, in place of a modulator
     state_size      n numbers that the modulator carries in a layer
-    steps, batch_rows, measure_every
-                    of an arm, and how often it is measured on held-out rows
+    steps           of every arm
+    batch_rows      rows of one step
+    measure_every   steps between two measurements on the held-out rows
     lrs             learning rates; of several each arm has the best of a seed of its own
     val_rows        held-out rows
     num_seeds       seeds seed, seed + 1, …: answers, rows, adapter and modulator; bases are one

@@ -13,11 +13,14 @@ from pallas_kernels.strategy import check_names
 class Config:
     """One shape, timed `repeats` times in alternating order after a warm-up.
 
-    base          name of the base model
-    rows, seq_len tokens of one forward pass, rows × seq_len
+    base          base model: a name, a folder or a .gguf file
+    rows          rows of one forward pass
+    seq_len       tokens of a row
     num_adapters  K slots, all with random weights
     rank          R, of every adapter on all seven projections
     top_k         adapters per token
+    router        one decision a layer, or one shared
+    repeats       turns, in each of which every arm runs once
     strategy      how `lora_delta` computes; see pallas_kernels
     """
 

@@ -23,7 +23,7 @@ VERDICTS = {True: "holds", False: "does not hold", None: "not said here"}
 class Config:
     """What the page is made of.
 
-    folders      where complete runs lie: workdirs of run.py and the committed `results`; of each
+    folders      where complete runs lie: workdirs and the committed `results`; of each
                  experiment the run at the largest scale is taken, of several the newest
     run_missing  first run each experiment that answers a table or figure and has no complete run
                  there, at this run's own scale (hours at scale cpu), into the first of the folders
@@ -41,7 +41,7 @@ class Config:
         if not self.run_missing and not any(pathlib.Path(each).is_dir() for each in self.folders):
             raise ValueError(
                 f"Config.folders = {self.folders!r}: there is none of them; name a --workdir of "
-                "run.py, or set run_missing=True"
+                "runs, or set run_missing=true"
             )
 
 
@@ -65,14 +65,12 @@ def main(config: Config, run) -> None:
 
 def _run_missing(config: Config, scale: str) -> dict[str, str]:
     """Runs what no complete run answers; {experiment: why it did not come to an end}."""
-    from experiments.main import PROGRAM
-
     failed, known = {}, _best(config)
     for name, entry in registry.EXPERIMENTS.items():
         if not entry.tables or name in known:
             continue
         command = [
-            *PROGRAM, f"--experiment={name}", f"--scale={scale}",
+            *registry.worker_program(), f"--experiment={name}", f"--scale={scale}",
             f"--workdir={config.folders[0]}", f"--seed={config.seed}",
         ]  # fmt: skip
         logging.info("%s: has no complete run; running it", name)
@@ -240,7 +238,7 @@ def run_line(run: FoundRun) -> str:
 def missing_lines(section: Section) -> list[str]:
     """What is not there, and how to have it."""
     lines = [
-        f"Missing: {name} ({why}); `python run.py --experiment={name}`"
+        f"Missing: {name} ({why}); `{registry.program()} --experiment={name}`"
         for name, why in section.missing.items()
     ]
     if section.entry and not section.runs and not section.missing:

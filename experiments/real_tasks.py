@@ -17,12 +17,15 @@ STATISTICS, TRAINED = "MoLoRA, statistics", "MoLoRA, trained"
 class Config:
     """What is trained on which questions, and how many are asked; the rest is compose's.
 
-    base, dtype       base model and the type it is kept in
+    base              base model: a name, a folder or a .gguf file
+    dtype             the type it is kept in
     data              "molora_data": the real sets of the folder MOLORA_DATA; "embedded": generated
                       stand-ins; "auto": the former where MOLORA_DATA is set
-    rank, adapter_*   of one adapter, with alpha = 2 · rank: steps, peak learning rate, windows a
-                      step, tokens a window. The LoRA on the mixture has the rank and the steps of
-                      the three together
+    rank              of one adapter, with alpha = 2 · rank; the LoRA on the mixture has the rank
+                      and the steps of the three together
+    adapter_steps     steps of one adapter's training
+    adapter_lr        its peak learning rate
+    adapter_rows      windows of one of its steps;  adapter_len  tokens of a window
     router_start_rows, router_steps
                       of the router that is trained, as in compose.Config
     features          channels in the statistics of the router that is solved; at least the width
@@ -77,7 +80,7 @@ class Config:
             router_joined=0.0,  # a question is of one set
             top_k=1,
             seed=seed,
-            command="python run.py --experiment=real_tasks",
+            command="molora run --experiment=real_tasks",
         )
 
 

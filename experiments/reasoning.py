@@ -19,20 +19,25 @@ LEARNED = "MoLoRA, learned router"  # an arm
 class Config:
     """Two bases, what is trained on them, and how it is measured.
 
-    small, large     width, inner width, layers and heads of the two bases
-    pretrain_*       steps and windows a step of both; peak learning rates of the small and the
-                     large one
+    small            width, inner width, layers and heads of the small base
+    large            the same of the large one
+    pretrain_steps   steps of the pretraining of both
+    pretrain_rows    windows of one of its steps
+    pretrain_lrs     peak learning rates of the small and the large one
     task_share       share of the documents of the pretraining text that are task questions
     seq_len          tokens of a training window
     base_seed        of the pretraining: the bases stay, whatever `seed` is
     rank             of the four adapters of the small base, with alpha = 2 · rank. The one LoRA on
                      the mixture has the rank, on each base, that comes nearest to the parameters
                      of the four and the router together
-    adapter_*        steps, peak learning rate and windows a step of one adapter; a LoRA on the
-                     mixture takes 4 times the steps. `large_lr` is the one on the large base
+    adapter_steps    steps of one adapter; a LoRA on the mixture takes 4 times as many
+    adapter_lr       peak learning rate on the small base
+    large_lr         peak learning rate on the large base
+    adapter_rows     windows of one of an adapter's steps
     router_rows      questions of each task that both routers are made from
-    router_*         steps and peak learning rate of the learned router, on stored layer inputs,
-                     against the task a token came from; with 0 steps that arm is left out
+    router_steps     steps of the learned router, on stored layer inputs, against the task a token
+                     came from; with 0 that arm is left out
+    router_lr        their peak learning rate
     asked            "heldout", or "validation" to choose settings by
     num_questions    questions a task that are asked
     num_seeds        seeds of adapters, router and questions: seed, seed + 1, …; no two share a

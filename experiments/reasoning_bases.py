@@ -124,7 +124,7 @@ def trained_adapter(run, base, training, windows, *, name: str, data: str):
         card = AdapterCard(
             base=base.name,
             data=data,
-            command="python run.py --experiment=fig3",
+            command="molora run --experiment=fig3",
             metrics={"train_loss": records[-1]["loss"]},
         )
         save_adapter(adapter, folder / "adapter", card=card, overwrite=True)

@@ -1,7 +1,7 @@
 """Names of the experiments, what a line of each says, and the checks that every Config shares.
 
 Importing this file imports nothing heavy: an entry holds an import path, not a module, so that
-`run.py --list` and `--help` answer at once. An experiment is a module with
+`molora run --list` and `--help` answer at once. An experiment is a module with
 
     Config            frozen keyword-only dataclass: every field has a default (scale `cpu`), one is
                       `seed: int`; its `__post_init__` calls `check_config(self)` first
@@ -13,6 +13,8 @@ Importing this file imports nothing heavy: an entry holds an import path, not a 
                       where the config's places say
     SWEEPS            optional: {name: function() -> list of gin bindings, one string a point};
                       `seed` is there without it
+
+The docstring of a Config has an entry a field, `name  what it is`: --fields prints it.
 """
 
 import collections.abc
@@ -21,9 +23,13 @@ import difflib
 import importlib
 import math
 import os
+import pathlib
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
+
+_HERE = pathlib.Path(__file__).resolve().parent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,12 +211,41 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 }
 
 
+class Misuse(ValueError):
+    """What the caller got wrong, in words; ends with exit code 2 before anything starts."""
+
+
+def program() -> str:
+    """What this program was started as: its name in help, messages and reports."""
+    called = pathlib.Path(sys.argv[0]).resolve()
+    if called == _HERE.parent / "run.py":
+        return "python run.py"
+    if called == _HERE / "main.py":
+        return "python -m experiments.main"
+    return "molora run"
+
+
+def worker_program() -> tuple[str, ...]:
+    """What starts the same in a process of its own, where it then has the same name."""
+    if program() == "python run.py":
+        return sys.executable, str(_HERE.parent / "run.py")
+    if program() == "molora run":
+        return sys.executable, "-m", "experiments.command", "run"
+    return sys.executable, "-m", "experiments.main"
+
+
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
     """The known names that begin with `name`, then those most like it, best first; may be empty."""
     known = list(known)
     longer = [each for each in known if name and each.startswith(name)]
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
     return list(dict.fromkeys([*longer, *close]))[:count]
+
+
+def hint(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """The end of a message about an unknown name: what may have been meant, if anything."""
+    close = [prefix + each for each in nearest(name, known)]
+    return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def one_line(text: str) -> str:
@@ -222,6 +257,20 @@ def one_line(text: str) -> str:
 def place(default: typing.Any = "") -> typing.Any:
     """A Config field that says where something lies: it is left out of the run's id."""
     return dataclasses.field(default=default, metadata={"place": True})
+
+
+def texts(default: typing.Any = ()) -> typing.Any:
+    """A Config field of several texts to read: on the command line a comma does not part them."""
+    return dataclasses.field(default=default, metadata={"texts": True})
+
+
+def defaults(config_type: type) -> dict[str, typing.Any]:
+    """The default of every field of a Config."""
+    fields = dataclasses.fields(config_type)
+    return {
+        f.name: f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        for f in fields
+    }
 
 
 def check_config(
@@ -243,7 +292,7 @@ def check_config(
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         try:
-            value = _fit(value, hints[field.name])
+            value = fit(value, hints[field.name])
         except TypeError as error:
             raise ValueError(f"{type(config).__name__}.{field.name} = {value!r}: {error}") from None
         if field.metadata.get("place"):
@@ -258,7 +307,7 @@ def check_config(
             )
 
 
-def _fit(value: typing.Any, hint: typing.Any) -> typing.Any:
+def fit(value: typing.Any, hint: typing.Any) -> typing.Any:
     """`value` as `hint` wants it; TypeError says what was expected. bool is not an int here."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
@@ -270,7 +319,7 @@ def _fit(value: typing.Any, hint: typing.Any) -> typing.Any:
     if origin in (types.UnionType, typing.Union):
         for option in args:
             try:
-                return _fit(value, option)
+                return fit(value, option)
             except TypeError:
                 continue
         raise TypeError(f"expected {hint}")
@@ -278,10 +327,10 @@ def _fit(value: typing.Any, hint: typing.Any) -> typing.Any:
         if not isinstance(value, tuple | list):
             raise TypeError("expected a list or tuple")
         if origin is not tuple or args[-1] is Ellipsis:
-            return tuple(_fit(item, args[0]) for item in value)
+            return tuple(fit(item, args[0]) for item in value)
         if len(args) != len(value):
             raise TypeError(f"expected {len(args)} values")
-        return tuple(_fit(item, arg) for item, arg in zip(value, args, strict=True))
+        return tuple(fit(item, arg) for item, arg in zip(value, args, strict=True))
     if hint is float and type(value) is int:
         try:
             return float(value)

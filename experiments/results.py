@@ -3,7 +3,7 @@
 `<workdir>/<experiment>/<run id>/` holds config.gin, config.json, metrics.jsonl, report.md, pictures
 and result.json, and error.txt where it failed; `previous/` in it holds the same of the measurement
 that the last --rerun replaced.
-`python -m experiments.results RUNS...` compares such folders (experiments.comparison).
+`molora results RUNS...` compares such folders (experiments.comparison).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from experiments import artifacts, registry
+from experiments import artifacts, gin_files, registry, settings
 from experiments.provenance import environment, source_digest
 from experiments.run_folder import Claim, Run, read_result
 from molora_jax.parallel import broadcast, check_same, current_mesh, is_primary
@@ -45,6 +45,7 @@ def execute(
     *,
     scale: str,
     workdir: pathlib.Path,
+    configs: pathlib.Path = gin_files.CONFIGS,
     rerun: bool = False,
     retrain: bool = False,
 ) -> tuple[str, pathlib.Path]:
@@ -57,6 +58,7 @@ def execute(
 
     Args:
       digests: what `module.digests(config)` says of the data and the base.
+      configs: where the experiment's own values lie, over which the report's command sets others.
     """
     path = workdir / name / run_id(name, config, digests)
     again = rerun or retrain
@@ -92,7 +94,11 @@ def execute(
         # Another process may have finished it just now.
         if status := shown(found if found != before else None):
             return status, path
-        return _measure(name, module, config, digests, path, found, scale, retrain), path
+        own = gin_files.own_values(name, module, scale, configs=configs, lenient=True)
+        command = settings.command(name, config, own, module=module, scale=scale)
+        return _measure(
+            name, module, config, digests, path, found, command, scale=scale, retrain=retrain
+        ), path
 
 
 def _hold(path: pathlib.Path, stack: contextlib.ExitStack) -> bool:
@@ -123,7 +129,7 @@ def _shown(module, config, path: pathlib.Path, found: dict | None) -> str:
     return "complete"
 
 
-def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
+def _measure(name, module, config, digests, path, found, command, *, scale, retrain) -> str:
     """Runs `main` in a folder that this process holds, and says how it ended."""
     unfinished = found is not None and found["status"] != "complete"
     if unfinished:
@@ -141,6 +147,7 @@ def _measure(name, module, config, digests, path, found, scale, retrain) -> str:
         experiment=name,
         scale=scale,
         seed=config.seed,
+        command=command,
         retrain=retrain,
         resume=unfinished and not retrain,
     )
@@ -206,7 +213,7 @@ def config_gin(name: str, config: Any) -> str:
     """The resolved config as a gin file that makes it again."""
     package, _, module = type(config).__module__.rpartition(".")
     lines = [
-        f"# The whole config of one run: run.py --experiment={name} --gin_file=THIS",
+        f"# The whole config of one run: molora run --experiment={name} --gin_file=THIS",
         "from __gin__ import dynamic_registration",
         f"from {package} import {module}" if package else f"import {module}",
         "",
@@ -267,8 +274,4 @@ def _show_found(module, config, path: pathlib.Path, result: dict) -> None:
 if __name__ == "__main__":
     from experiments import comparison
 
-    try:
-        sys.exit(comparison.main(sys.argv[1:]))
-    except (ValueError, OSError) as mistake:
-        print(mistake, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(comparison.main(sys.argv[1:]))

@@ -60,12 +60,14 @@ class Run:
         experiment: str,
         scale: str,
         seed: int,
+        command: str,
         retrain: bool = False,
         resume: bool = False,
     ):
         self.path, self.id = path, path.name
         self.experiment, self.scale, self.seed = experiment, scale, seed
         self.finished = False
+        self._command = command
         self._retrain = retrain
         self._remade: set[str] = set()
         self._metrics_path = path / "metrics.jsonl"
@@ -127,7 +129,8 @@ class Run:
     ) -> None:
         """Writes report.md and result.json.
 
-        `report` is markdown; the claims follow as a table, and a line on where all of it came from.
+        `report` is markdown; the claims follow as a table, a line on where all of it came from, and
+        the command that makes it again.
         At scale tiny no claim has a verdict.
 
         Raises:
@@ -176,13 +179,12 @@ class Run:
         artifacts.write_atomically(self.path / "result.json", text + "\n")
 
     def _provenance(self) -> str:
-        """The report's last line."""
+        """The report's last lines; a code block, so that the command can be pasted as it stands."""
         made_by = environment()
         return (
-            f"`python run.py --experiment={self.experiment} --scale={self.scale} "
-            f"--seed={self.seed}`, other values in config.gin (--gin_file takes it); "
             f"JAX {made_by['jax']}, {made_by['device']}, {made_by['cpu_count']} cores, "
-            f"commit {made_by['commit'] or 'unknown'}, source {made_by['source']}."
+            f"commit {made_by['commit'] or 'unknown'}, source {made_by['source']}. The same again:"
+            f"\n\n    {self._command}"
         )
 
     def _copy_metrics(self, path: pathlib.Path, phase: str) -> None:

@@ -35,13 +35,21 @@ POLICIES: dict[str, Policy] = {
 class Config:
     """Traces of `requests` requests, each served by every policy, `repeats` with other seeds.
 
+    base            base model: a name, a folder or a .gguf file
     rates           requests a second, with `num_adapters` adapters
+    num_adapters    how many where the rate varies
     adapter_counts  numbers of adapters, at the rate `rate`
+    rate            requests a second where the number of adapters varies
+    requests        requests of a trace
+    repeats         traces of each kind, with other seeds
     pattern         which adapter a request asks for: see experiments.access
     arrivals        each on its own, or all in the first of every four seconds
     rows            B, of the mixed batch and that of one adapter
-    num_slots, rank  K and R of the bank; adapters beyond K are loaded when they are asked for
-    prompt_tokens, answer_tokens  least and most, drawn log-uniformly
+    num_slots       K of the bank; adapters beyond it are loaded when they are asked for
+    rank            R of every adapter
+    prompt_tokens   least and most tokens of a prompt, drawn log-uniformly
+    answer_tokens   the same of an answer
+    dtype           of weights and activations
     """
 
     base: str = "smollm2-135m"

@@ -16,8 +16,10 @@ class Config:
     """The task, the base and the grid.
 
     questions       n, and as many answers; a row has `pairs` of both
-    width, layers   of the base; adapters act in the last layer alone, behind those in which a
-                    token learns of its row's mark
+    pairs           questions of a row, each with its answer
+    width           of the base
+    layers          of the base; adapters act in the last alone, behind those in which a token
+                    learns of its row's mark
     base_steps      of the base's pretraining; 0: its random start
     conflicts       shares of questions with another answer in every domain, rising
     adapters        the values of K

@@ -39,7 +39,15 @@ LAYER_TARGETS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(TimingConfig):
-    """The grid: every N, D = F, r, K and k that go together (k ≤ K)."""
+    """The grid: every N, D = F, r, K and k that go together (k ≤ K).
+
+    num_tokens  the values of N
+    widths      the values of D = F
+    ranks       the values of r
+    num_slots   the values of K
+    top_ks      the values of k, adapters a token
+    workload    how tokens choose adapters; see pallas_kernels.shapes
+    """
 
     num_tokens: tuple[int, ...] = (64, 1024)
     widths: tuple[int, ...] = (1024,)

@@ -46,8 +46,13 @@ HELD_UP = {"write_then_step": "prefetched", "load_then_step": "cold"}
 class Config:
     """A bank of `num_slots` slots of each of `ranks`, full, so that every load evicts.
 
-    rows     of the decode step that runs beside; beside: turns of it
-    repeats  turns of the loads
+    base       base model whose shapes the bank has
+    dtype      of weights and activations
+    ranks      R of a bank, each timed
+    num_slots  K of a bank
+    rows       of the decode step that runs beside
+    repeats    turns of the loads
+    beside     turns of that decode step, alone and with a load
     """
 
     base: str = "smollm2-135m"

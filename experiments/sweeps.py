@@ -1,6 +1,6 @@
 """Named sweeps: the points of a grid, the command line of each, and all of them run.
 
-run.py imports this before it reads its flags, so that nothing heavy is imported at the top.
+experiments.main imports this before it reads its flags, so nothing heavy is imported at the top.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from experiments import devices, registry
+from experiments import devices, registry, settings
 
 if TYPE_CHECKING:
     from experiments import launcher
@@ -69,12 +69,23 @@ def points(module: types.ModuleType, names: Sequence[str]) -> list[str]:
     known = of_module(module)
     for name in names:
         if name not in known:
-            close = registry.nearest(name, known)
-            hint = f"; did you mean {' or '.join(close)}?" if close else ""
-            raise ValueError(f"unknown sweep {name!r} (known: {', '.join(known)}){hint}")
+            near = registry.hint(name, known)
+            raise ValueError(f"unknown sweep {name!r} (known: {', '.join(known)}){near}")
     if twice := registry.repeated(names):
         raise ValueError(f"sweep {twice[0]!r} is named twice; each multiplies the others")
     return registry.product(known[name]() for name in names)
+
+
+def settings_of_a_run(module: types.ModuleType, given: Sequence[str], bindings: str) -> list[str]:
+    """The settings of one point's own command line: those given, less what the point sets, and the
+    point's."""
+    from experiments import gin_files
+
+    of_point = gin_files.bindings(module, texts=[bindings]) if bindings else {}
+    kept = [word for word in given if word.partition("=")[0] not in of_point]
+    for name, value in of_point.items():
+        kept += settings.written(module, name, value)
+    return kept
 
 
 def label(bindings: str) -> str:
@@ -160,6 +171,7 @@ def run(
     points: Sequence[str],
     configs: Sequence[Any],
     digests: Sequence[Mapping[str, str]],
+    given: Sequence[str],
     execute: Callable[[Any, Mapping[str, str]], tuple[str, pathlib.Path]],
     program: Sequence[str],
 ) -> int:
@@ -167,6 +179,7 @@ def run(
 
     Args:
       points, configs, digests: of each run, what `points` gave and what was made of it.
+      given: settings of the command line, which every point has unless it sets them itself.
       execute: measures one in this process: (status, folder).
       program: what a process of its own is started with, before its flags.
 
@@ -194,7 +207,7 @@ def run(
     handed = flags_of_a_run(values)
     pool = pool_of(
         values,
-        lambda point: [*program, *handed, f"--gin_bindings={point.bindings}"],
+        lambda point: [*program, *handed, *settings_of_a_run(module, given, point.bindings)],
         execute=execute,
         folder=folder / "slurm",
         name=name,

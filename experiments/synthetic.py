@@ -21,13 +21,20 @@ ARMS = tuple(dict.fromkeys(arm for arms in TABLES.values() for arm in arms))
 class Config:
     """The task, the base, and how every arm is trained: the same steps on the same rows.
 
-    symbols, noise  n symbols a modality; share of tokens that no grammar foretells
+    symbols         n symbols a modality
+    noise           share of tokens that no grammar foretells
     width, layers   of the base
-    base_steps, base_rows  of its pretraining on mixed grammars; 0 steps: its random start
-    rows, val_rows  rows to train on and held out, of seq_len tokens
-    rank, projections  of every adapter of the routed arms; the scale is 2 everywhere
-    info_coef, temperature  label-free loss over neighbouring tokens, and the router's temperature
-                    at the first and last step; see JointTrainConfig
+    base_steps      steps of its pretraining on mixed grammars; 0: its random start
+    base_rows       rows that it is pretrained on
+    rows            rows to train on;  val_rows  rows held out
+    seq_len         tokens of a row
+    rank            of every adapter of the routed arms; the scale is 2 everywhere
+    projections     which of the seven they adapt
+    steps           of every arm
+    lr              peak learning rate of every arm
+    batch_rows      rows of one step
+    info_coef       × label-free loss over neighbouring tokens; see JointTrainConfig
+    temperature     the router's, at the first and the last step
     measure_every   steps between two measurements on the held-out rows
     arms            those of the table's arms to train, "molora" among them; (): all
     num_seeds       seeds seed, seed + 1, …: grammars, rows, adapters and router; the base is one

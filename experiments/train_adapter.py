@@ -4,9 +4,11 @@ import dataclasses
 import json
 import pathlib
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from experiments import settings
 from experiments.registry import check_config, place
 from experiments.run_folder import check_out, deliver
 from experiments.shipped import statistics_of
@@ -31,7 +33,7 @@ OF_THE_ADAPTER = ("rank", "alpha", "use_rslora", "projections")  # where one is 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(TrainConfig):
     """What is trained on what; steps, lr and so on are TrainConfig's, the last four fields
-    AdapterTrainConfig's, and where None is given they have its defaults.
+    AdapterTrainConfig's, whose defaults stand in for None.
 
     base            base model: a name, a folder or a .gguf file
     data            JSON lines, each with `text`, or `messages` for the chat template
@@ -45,6 +47,11 @@ class Config(TrainConfig):
                     adapter, so that it can be composed with others; 0 leaves none. They hold no
                     text, but of little data one could tell which tokens occur
     out             another folder to copy the adapter to
+    rank            r; None: 8, or that of init_from
+    alpha           the scale is alpha / rank, or alpha / √rank with use_rslora; None: 16
+    projections     which of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj are
+                    adapted; None: all
+    use_rslora      None: no
     """
 
     base: str = "smollm2-135m"
@@ -66,10 +73,7 @@ class Config(TrainConfig):
         check_config(self)
         super().__post_init__()
         if not self.data:
-            raise ValueError(
-                "Config.data is empty: name a file of JSON lines, as in "
-                "--gin_bindings=\"train_adapter.Config.data='my.jsonl'\""
-            )
+            raise ValueError("Config.data is empty: name a file of JSON lines, as in data=my.jsonl")
         if not re.fullmatch(r"\w[\w.-]*", self.name) or self.name == "previous":
             raise ValueError(
                 f"Config.name = {self.name!r}: expected the name of a folder, of letters, digits, "
@@ -230,12 +234,13 @@ def _losses(path: pathlib.Path) -> list[float]:
 
 def _command(config: Config) -> str:
     """What makes such an adapter again. Of files it has the names alone, for it travels with it."""
-    words = ["python run.py --experiment=train_adapter"]
+    words = []
     for field in dataclasses.fields(Config):
         value = getattr(config, field.name)
         if field.name == "out" or value == field.default:
             continue
         if field.name in ("base", "data", "heldout", "init_from") and pathlib.Path(value).exists():
             value = pathlib.Path(value).name
-        words.append(f'--gin_bindings="train_adapter.Config.{field.name}={value!r}"')
-    return " \\\n  ".join(words)
+        words += settings.written(sys.modules[__name__], field.name, value)
+    lines = ["molora run --experiment=train_adapter", *map(settings.quoted_for_shell, words)]
+    return " \\\n  ".join(lines)

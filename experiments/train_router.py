@@ -47,7 +47,7 @@ class Config(RouterTrainConfig):
             raise ValueError(
                 f"Config.adapters has {len(self.adapters)} entries and Config.data "
                 f"{len(self.data)}: expected two adapters or more and one data file for each, as "
-                "in --gin_bindings=\"train_router.Config.adapters=('a', 'b')\""
+                "in adapters=out/code,out/math data=code.jsonl,math.jsonl"
             )
         if twice := repeated(str(_folder(path)) for path in self.adapters):
             raise ValueError(f"Config.adapters names {twice[0]!r} twice: expected each once")

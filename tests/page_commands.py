@@ -42,12 +42,9 @@ STANDS_FOR = {"$BASE": "tiny-random", "smollm2-135m": "tiny-random", "BASE": "ti
               "NAME": "tiny-random", "ADAPTER": "out/code", "RUNS": "runs"}  # fmt: skip
 # A sentence that names an experiment leaves out what the experiment cannot do without.
 NEEDED = {
-    "analyse": ["analyse.Config.composition='out/two'"],
-    "train_adapter": ["train_adapter.Config.data='code.jsonl'"],
-    "train_router": [
-        "train_router.Config.adapters=('out/code', 'out/math')",
-        "train_router.Config.data=('code.jsonl', 'math.jsonl')",
-    ],
+    "analyse": ["composition=out/two"],
+    "train_adapter": ["data=code.jsonl"],
+    "train_router": ["adapters=out/code,out/math", "data=code.jsonl,math.jsonl"],
 }
 # Shapes of commands of the tools that have run: another one of the same options is only parsed.
 RUN_ALREADY: set[tuple[str, ...]] = set()
@@ -89,29 +86,33 @@ def check_run(arguments: list[str], *, partial: bool) -> None:
                  for each in arguments]  # fmt: skip
     with flagsaver.flagsaver():
         try:
-            experiments.parse_flags(["run.py", *arguments])
+            _, *given = experiments.parse_flags(["molora run", *arguments])
         except SystemExit as stop:
             if stop.code:
                 pytest.fail(f"{arguments} are refused")
             return  # --help
         values = flags.FLAGS
         if values.list:
-            assert experiments.main([]) == 0
+            assert experiments.main(["molora run"]) == 0
             return
         name = values.experiment
         assert name in registry.EXPERIMENTS, name
         module = registry.EXPERIMENTS[name].load()
-        given = " ".join(values.gin_bindings)
-        needed = [each for each in NEEDED.get(name, []) if each.split("=")[0] not in given]
+        names = {each.partition("=")[0] for each in given}
+        names |= set(re.findall(r"Config\.(\w+)", " ".join(values.gin_bindings)))
+        needed = [each for each in NEEDED.get(name, []) if each.partition("=")[0] not in names]
+        if values.fields:
+            assert experiments.main(["molora run", *given]) == 0
+            return
         assert partial or not needed or name == "analyse", f"{arguments} lacks {needed}"
-        values.gin_bindings = [*needed, *values.gin_bindings]
+        given = [*needed, *given]
         sweeps.check_flags(values)
         if values.mesh:
             from molora_jax.parallel.mesh import parse_mesh
 
             parse_mesh(values.mesh)
         for point in sweeps.points(module, sweeps.names_of(values.sweep)):
-            experiments.resolve(name, module, configs=experiments.CONFIGS, sweep_point=point)
+            experiments.resolve(name, module, given=given, sweep_point=point)
 
 
 def check_tool(verb: str, arguments: list[str], command, capsys) -> None:
@@ -179,4 +180,4 @@ def check_listed(command, called: str, arguments: list[str]) -> None:
     elif called.startswith("curl") and "-d" in command.words:
         json.loads(command.words[command.words.index("-d") + 1])
     elif called.startswith("srun"):
-        check_run(list(command.words[command.words.index("run.py") + 1 : -1]), partial=True)
+        check_run(list(command.words[command.words.index("run") + 1 : -1]), partial=True)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from experiments import main as run
-from experiments import registry, sweeps
+from experiments import registry, settings, sweeps, usage
 from molora_jax.training import NonFiniteLossError
 from tests.experiments import toy, toy_program
 
@@ -41,7 +42,7 @@ def call(configs, tmp_path):
         workdir = tmp_path / "runs"
         with flagsaver.flagsaver():
             try:
-                argv = run.parse_flags(["run.py", "--experiment=toy", *arguments])
+                argv = run.parse_flags(["molora run", "--experiment=toy", *arguments])
                 flags.FLAGS.workdir = str(workdir)
                 code = run.main(argv, entries=ENTRIES, configs=configs)
             except SystemExit as stop:
@@ -59,7 +60,11 @@ def test_list_and_help_import_nothing_heavy():
     script = (
         "import sys, run\n"
         "run.parse_flags(['run.py', '--list'])\n"
-        "code = run.main([])\n"
+        "code = run.main(['run.py'])\n"
+        "try:\n"
+        "    run.parse_flags(['run.py', '--help'])\n"
+        "except SystemExit as stop:\n"
+        "    code = code or stop.code\n"
         "heavy = {'jax', 'flax', 'gin', 'numpy', 'sklearn', 'matplotlib'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else code)\n"
     )
@@ -68,14 +73,21 @@ def test_list_and_help_import_nothing_heavy():
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(registry.EXPERIMENTS)
+    names = list(registry.EXPERIMENTS)
+    assert [line.split()[0] for line in lines[: len(names)]] == names
+    assert lines[len(names)].startswith("usage: ") and "Sweeps" in lines
     assert any(line.startswith("compose ") and "Tab 15" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--help"], 0, "--gin_bindings"),
+        (["--help"], 0, "usage: python run.py [field=value ...]"),
+        (
+            ["compose"],
+            2,
+            "python run.py: unexpected argument 'compose': write --experiment=compose",
+        ),
         (["--experiment=tabel2"], 2, "unknown experiment"),
         (["--experimnt=compose"], 2, "did you mean --experiment"),
     ],
@@ -101,7 +113,16 @@ def test_exit_codes_of_the_program(arguments, code, said, tmp_path):
         (["--scale=tinny"], "tiny|cpu|paper"),
         (["--seed=x"], "--seed=x"),
         (["--exp=toy"], "did you mean --experiment"),
-        (["toy"], "write --name=value"),
+        (["steps=3", "--seed=4", "seed=3"], "seed=3 and --seed=4: give one of the two"),
+        (["stepps=3"], "stepps=3: there is no such field; did you mean steps"),
+        (["steps=1.5"], "steps=1.5: expected a whole number, as in steps=3"),
+        (["steps=-1"], "Config.steps = -1: expected 0 or more"),
+        (["--lr=1"], "--lr is a setting, without dashes: lr=VALUE"),
+        (["lora_alpha"], "write lora_alpha=VALUE"),
+        (["--sweep=rates", "out=x"], "copied over the one before"),
+        (["--fields", "rate=x"], "expected a number"),
+        (["toy"], "write field=value or --flag=value"),
+        (["compose"], "'compose': write --experiment=compose"),
         (["--scale=paper"], "has no --scale=paper"),
         (["--sweep=rate"], "did you mean rates?"),
         (["--sweep=rates", "--sweep=rates"], "named twice"),
@@ -178,25 +199,28 @@ def test_misuse_leaves_with_2_and_starts_nothing(call, capsys, arguments, said):
     ],
 )
 def test_the_usual_name_of_a_field_leads_to_ours(capsys, name, said):
-    with flagsaver.flagsaver():
-        binding = f"--gin_bindings=train_adapter.Config.{name}=1"
-        run.parse_flags(["run.py", "--experiment=train_adapter", binding])
-        with pytest.raises(SystemExit) as stop:
-            run.main([])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.endswith(f"did you mean train_adapter.Config.{said}\n")
+    for word, meant in (
+        (f"{name}=1", f"did you mean {said} (--fields describes them)"),
+        (f"--gin_bindings=train_adapter.Config.{name}=1", f"train_adapter.Config.{said}"),
+    ):
+        with flagsaver.flagsaver():
+            argv = run.parse_flags(["run.py", "--experiment=train_adapter", word])
+            with pytest.raises(SystemExit) as stop:
+                run.main(argv)
+        assert stop.value.code == 2
+        assert capsys.readouterr().err.endswith(f"{meant}\n")
 
 
 def test_a_usual_name_is_no_hint_where_the_config_has_no_such_field():
     module = registry.EXPERIMENTS["train_router"].load()
-    assert "rank" not in run._nearest_fields("train_router.Config.lora_r", module, "train_router")
+    assert "rank" not in settings.nearest_fields("lora_r", module)
     fields = {
         field.name
         for name in registry.EXPERIMENTS
         for field in dataclasses.fields(registry.EXPERIMENTS[name].load().Config)
     }
-    assert set(run.USUAL_NAMES.values()) <= fields
-    assert not set(run.USUAL_NAMES) & fields
+    assert set(settings.USUAL_NAMES.values()) <= fields
+    assert not set(settings.USUAL_NAMES) & fields
 
 
 @pytest.mark.parametrize(
@@ -313,6 +337,67 @@ def test_later_sources_of_values_win(call, tmp_path):
     assert (saved["scale"], saved["seed"], saved["status"]) == ("tiny", 4, "complete")
 
 
+def test_settings_stand_anywhere_and_go_over_gin(call):
+    code, (result,) = call(
+        "rate=2", "--gin_bindings=toy.Config.sizes = [8]", "sizes=9,10", "--scale=tiny",
+        "out=a = b", "--gin_bindings=toy.Config.rate = 3", "seed=5",
+    )  # fmt: skip
+    assert code == 0
+    config = the_config(result)
+    assert (config["rate"], config["sizes"], config["seed"]) == (2.0, [9, 10], 5)
+    assert (config["out"], config["steps"], config["limit"]) == ("a = b", 2, 5)
+    report = (result.parent / "report.md").read_text().splitlines()
+    again = "    molora run --experiment=toy --scale=tiny rate=2 sizes=9,10 'out=a = b' seed=5"
+    assert report[-1] == again
+    assert call(*shlex.split(again)[3:]) == (0, [result]), "the same run"
+
+
+def test_a_sweeps_point_goes_over_settings(call):
+    code, results = call("--sweep=rates", "rate=5", "steps=4")
+    assert code == 0
+    found = [(the_config(each)["rate"], the_config(each)["steps"]) for each in results]
+    assert sorted(found) == [(0.25, 4), (0.75, 4)]
+
+
+def test_fields_are_listed_with_the_values_given(call, capsys):
+    assert call("--fields", "--scale=tiny", "kind=cubic", "sizes=4,5") == (0, [])
+    said = capsys.readouterr().out
+    assert "Settings of toy at scale tiny" in said
+    rows = {line.split()[0]: line for line in said.splitlines() if line}
+    assert "linear or cubic" in rows["kind"] and " cubic  " in rows["kind"]
+    assert "whole numbers" in rows["sizes"] and "4, 5" in rows["sizes"]
+    assert "whole number or None" in rows["limit"] and " 5" in rows["limit"]
+
+
+def test_every_flag_stands_in_one_group_of_the_help():
+    listed = [name for group in usage.GROUPS.values() for name in group]
+    assert set(run._own_flags()) | {"verbosity"} == set(listed)
+    assert len(listed) == len(set(listed))
+    text = usage.text(flags.FLAGS, "molora run")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "(here | local | slurm; default: here)" in " ".join(text.split())
+    assert "repeat this option" not in text and "run.py" not in text
+
+
+@pytest.mark.parametrize(("asked", "prefixed"), [([], False), (["--verbosity=0"], True)])
+def test_a_log_is_plain_lines_unless_all_of_it_is_asked_for(tmp_path, asked, prefixed):
+    script = (
+        "from absl import app, logging\n"
+        "from experiments import main\n"
+        "def run(argv):\n"
+        "    main._log_plainly()\n"
+        "    logging.info('a detail')\n"
+        "    logging.warning('mind %s', 'this')\n"
+        "app.run(run, flags_parser=main.parse_flags)\n"
+    )
+    command = [sys.executable, "-c", script, *asked]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if prefixed:
+        assert re.search(r"^I\d{4} .*\] a detail\nW\d{4} .*\] mind this$", done.stderr.strip())
+    else:
+        assert done.stderr == "warning: mind this\n"
+
+
 def test_sweeps_multiply_and_end_in_a_table(call, capsys, tmp_path):
     code, results = call("--sweep=rates", "--sweep=steps")
     assert code == 0
@@ -353,17 +438,19 @@ def test_a_sweep_in_processes_hands_them_every_other_flag(configs, tmp_path, cap
     start = "from __gin__ import dynamic_registration\nfrom tests.experiments import toy\n"
     file.write_text(start + "toy.Config.limit = 6\n")
     with flagsaver.flagsaver():
-        run.parse_flags(
+        argv = run.parse_flags(
             [
                 *("run.py", "--experiment", "toy", "-sweep", "rates", "--launcher=local"),
                 *("--jobs=2", "--retries=0", "--memory_gb=2", f"--workdir={workdir}"),
                 *(f"--gin_file={file}", "--seed=7", "--norerun", "-v=1"),
                 "--gin_bindings=toy.Config.sizes = (\n 5,\n 6)",
+                "verbose=true",
+                "rate=9",
                 "--gin_bindings=toy.Config.kind = 'cubic'",
             ]
         )
         handed = sweeps.flags_of_a_run(flags.FLAGS)
-        code = toy_program.main([])
+        code = toy_program.main(argv)
     said = capsys.readouterr().out
     assert code == 0, said
     assert not {flag for flag in handed if re.match("--(sweep|launcher|jobs|ret|mem|sl)", flag)}
@@ -373,7 +460,7 @@ def test_a_sweep_in_processes_hands_them_every_other_flag(configs, tmp_path, cap
     assert sorted(each["rate"] for each in found) == [0.25, 0.75]
     for each in found:
         assert (each["seed"], each["limit"], each["kind"]) == (7, 6, "cubic")
-        assert each["sizes"] == [5, 6]
+        assert each["sizes"] == [5, 6] and each["verbose"] is True
 
 
 def test_a_failed_point_fails_the_sweep_and_the_others_run(call, monkeypatch):
@@ -420,7 +507,7 @@ def test_every_experiment_has_its_gin_file_and_a_tiny_scale(name):
     file = run.CONFIGS / f"{name}.gin"
     comment = file.read_text().split("\nfrom __gin__")[0]
     assert all(line.startswith("#") for line in comment.splitlines())
-    assert f"run.py --experiment={name}" in comment
+    assert f"molora run --experiment={name}" in comment
     assert "Expected:" in comment
     module = registry.EXPERIMENTS[name].load()
     run.bindings(module, files=[file])

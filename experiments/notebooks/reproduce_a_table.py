@@ -19,7 +19,7 @@
 # of training, after a fifth of it and at its end. Every run leaves a folder with all of its
 # numbers; this notebook reads them and draws the table anew. To measure again:
 #
-#     python run.py --experiment=table14
+#     molora run --experiment=table14
 #
 # `MOLORA_RUNS` names other folders, separated by `:`; `results` holds the committed runs.
 

@@ -43,12 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    installed = pathlib.Path(sys.argv[0]).stem == "molora"
     parser = Parser(
-        prog="python -m molora_jax.parallel",
+        prog="molora plan" if installed else "python -m molora_jax.parallel",
         description="Memory, time and traffic of a step on H200s, by count; no device is used. "
         "One model, number of devices and step are explained in full, more as a table.",
     )
-    parser.add_argument("--plan", action="store_true", required=True, help="what is printed")
+    parser.add_argument("--plan", action="store_true", required=True,
+                        help=argparse.SUPPRESS if installed else "what is printed")  # fmt: skip
     parser.add_argument("--model", nargs="+", metavar="NAME", help="qwen3-1.7b, -4b, -8b, -32b, or "
                         "a config.json; default: the four")  # fmt: skip
     parser.add_argument("--devices", nargs="+", type=int, metavar="N", default=None,

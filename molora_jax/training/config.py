@@ -102,6 +102,7 @@ class AnnealedConfig(TrainConfig):
     temperature  (first, last): what the router's logits are divided by. It falls geometrically
                  until `anneal` of the steps are done, and the last one is folded into the router's
                  weights
+    anneal       share of the steps in which it falls
     """
 
     temperature: tuple[float, float] = (1.0, 1.0)
@@ -155,7 +156,7 @@ class RouterTrainConfig(AnnealedConfig):
     balance_coef   × K·Σ f·p;    z_coef  × router z-loss
     joined_share   share of the rows that change domain in the middle
     joined_split   where they change: "half" or "random"
-    collapse_share a warning is given when one adapter takes more of a layer's tokens
+    collapse_share  a warning is given when one adapter takes more of a layer's tokens
 
         >>> mj.RouterTrainConfig(steps=0, top_k=1).label_use()
         'own-data label used: closed-form start'

@@ -41,7 +41,15 @@ def test_it_plans_compares_and_says_its_version(capsys):
 
 @pytest.mark.parametrize(
     ("line", "wanted"),
-    [("molora ins", ["inspect"]), ("molora run --experiment=fig3", ["fig3"])],
+    [
+        ("molora ins", ["inspect"]),
+        ("molora run --experiment=fig3", ["fig3"]),
+        ("molora run --scale=t", ["tiny"]),
+        ("molora run --experiment=train_adapter projec", ["projections="]),
+        ("molora run --experiment train_adapter lr=1 ste", ["steps="]),
+        ("molora run --experiment=train_adapter rank=--ex", []),
+        ("molora run router_j", ["router_joined="]),
+    ],
 )
 def test_a_shell_completes_words(line, wanted):
     script = f"""

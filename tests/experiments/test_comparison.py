@@ -205,6 +205,7 @@ def test_the_command(tmp_path, capsys):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.strip() == (
+        "python -m experiments.results: "
         "--csv is one table, and these are runs 1 of other, 2 of toy: name those of one"
     )
 

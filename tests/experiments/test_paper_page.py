@@ -31,8 +31,10 @@ def made(workdir, name, *, scale="cpu", seed=0, claims=(), metrics=None, picture
         run.finish(metrics=metrics or {}, claims=claims, report=f"# {name}\n\n{shown}")
 
     config = dataclasses.replace(toy.Config(), seed=seed, out="/somewhere/private")
-    module = types.SimpleNamespace(__name__="toy", main=main)
-    _, path = results.execute(name, module, config, {}, scale=scale, workdir=workdir)
+    module = types.SimpleNamespace(__name__=toy.__name__, Config=toy.Config, main=main)
+    _, path = results.execute(
+        name, module, config, {}, scale=scale, workdir=workdir, configs=workdir
+    )
     return path
 
 
@@ -120,7 +122,7 @@ def test_missing_experiments_are_run_where_asked_and_failures_named(tmp_path, wo
     asked = []
 
     def run_it(command, **_):
-        name = command[2].removeprefix("--experiment=")
+        (name,) = [each[13:] for each in command if each.startswith("--experiment=")]
         asked.append(name)
         assert {"--scale=tiny", f"--workdir={workdir}"} <= set(command)
         if name == "table5":

@@ -27,7 +27,7 @@ def workdir(tmp_path, monkeypatch):
 
 def execute(workdir, main, *, config=None, scale="tiny", **options):
     config = toy.Config() if config is None else config
-    module = types.SimpleNamespace(__name__="toy", main=main)
+    module = types.SimpleNamespace(__name__=toy.__name__, Config=toy.Config, main=main)
     return results.execute(
         "toy", module, config, toy.digests(config), scale=scale, workdir=workdir, **options
     )
@@ -113,9 +113,9 @@ def test_a_run_writes_its_folder(workdir):
     assert report.startswith("# Title")
     assert "| table15.share | 100 % | 93 % | no | two cores |" in report
     assert "where ours is at least as good" in report
-    last = report.splitlines()[-1]
-    assert last.startswith("`python run.py --experiment=toy --scale=cpu --seed=7`")
-    assert all(str(value) in last for value in result["environment"].values())
+    *_, made_by, empty, last = report.splitlines()
+    assert (empty, last) == ("", "    molora run --experiment=toy seed=7")
+    assert all(str(value) in made_by for value in result["environment"].values())
     saved = json.loads((path / "config.json").read_text())
     assert saved["config"]["seed"] == 7
     assert saved["digests"] == {"data": "d0", "base": "b0"}

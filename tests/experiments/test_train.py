@@ -68,8 +68,8 @@ def test_adapters_then_a_router_over_them(files, tmp_path, monkeypatch):
             statistics=8,
         )
         card = (out / "README.md").read_text()
-        assert f"train_adapter.Config.data='{name}.jsonl'" in card  # and not where it lay
-        assert "train_adapter.Config.steps=4" in card and str(tmp_path) not in card
+        assert f"  data={name}.jsonl " in card  # and not where it lay
+        assert "  steps=4 " in card and str(tmp_path) not in card
         lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
         assert [(line["phase"], line["step"]) for line in lines] == [
             ("adapter", step) for step in range(4)

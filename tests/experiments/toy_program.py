@@ -12,8 +12,8 @@ PROGRAM = (sys.executable, "-m", "tests.experiments.toy_program")
 
 
 def main(argv: list[str]) -> int:
-    """run.py's own, with the toy for its only experiment."""
-    return run.main(argv, entries=ENTRIES, program=PROGRAM)
+    """`molora run`'s own, with the toy for its only experiment."""
+    return run.main(argv, entries=ENTRIES, started_with=PROGRAM)
 
 
 if __name__ == "__main__":

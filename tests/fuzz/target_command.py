@@ -307,7 +307,9 @@ ARGUMENTS = ("toy", "table2", "tabel2", "tiny", "cpu", "paper", "0", "7", "-1", 
 GOOD_ARGUMENTS = ("--seed=3", "--seed=-0", "--scale=cpu", "--sweep=rates", "--workdir=runs",
                   "--sweep=steps,seed", "--launcher=here", "--jobs=1", "--retries=0",
                   "--rerun", "--noretrain", "--gin_bindings=toy.Config.rate=0.5", "--list=false",
-                  "--gin_bindings=toy.Config.sizes=[4]", "--seed=4294967295")  # fmt: skip
+                  "--gin_bindings=toy.Config.sizes=[4]", "--seed=4294967295",
+                  "steps=2", "sizes=4,5", "sizes=[6]", "limit=None", "out=a b=c",
+                  "kind='cubic'")  # fmt: skip
 ENTRIES = {"toy": registry.Experiment(module="tests.experiments.toy", summary="a toy")}
 
 
@@ -342,8 +344,8 @@ def _check_arguments(arguments: list[str], folder: Path) -> bool:
     def call():
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
-                run.parse_flags(["run.py", *arguments])
-                return run.main([], entries=ENTRIES, configs=configs)
+                argv = run.parse_flags(["run.py", *arguments])
+                return run.main(argv, entries=ENTRIES, configs=configs)
             except SystemExit as stop:
                 return stop.code
 
@@ -362,9 +364,9 @@ def _check_arguments(arguments: list[str], folder: Path) -> bool:
     if outcome.refusal is not None:
         raise AssertionError(f"not caught: {outcome.refusal}")
     if code != 0:
-        assert not seen and said.startswith("run.py: ") and len(said.strip().splitlines()) == 1, (
-            said
-        )
+        assert (
+            not seen and said.startswith("molora run: ") and len(said.strip().splitlines()) == 1
+        ), said
         return False
     if not seen:  # --list
         assert out.getvalue()
