@@ -131,7 +131,7 @@ def read_packed(folder: Path | str) -> PackedStatistics:
     if not path.is_file():
         raise FileNotFoundError(
             f"{folder} has no {STATISTICS_FILE}: this adapter came without statistics. Gather them "
-            "with gather_statistics (or `tools statistics`) on some of its own data"
+            "with gather_statistics (or `molora statistics`) on some of its own data"
         )
     stored = read_safetensors(path, where=str(path), root=folder)
     if (found := stored.metadata.get("format")) != _FORMAT:

@@ -46,11 +46,13 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unknown option {name}{hint(name, known)}")
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """A verb's arguments, `verb` among them. Raises Misuse; --help prints and leaves with 0."""
-    parser = Parser(
-        prog="python -m molora_jax.tools", description="Tools for adapter folders and models."
-    )
+def parse(argv: Sequence[str], *, prog: str = "python -m molora_jax.tools") -> argparse.Namespace:
+    """A verb's arguments, `verb` and `prog` among them.
+
+    Raises Misuse; --help prints and leaves with 0.
+    """
+    parser = Parser(prog=prog, description="Tools for adapter folders and models.")
+    parser.set_defaults(prog=prog)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     parsers = {}
     for name, add in _ADD.items():

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from molora_jax.adapters import Adapter, Composition, compose, load_adapter
+from molora_jax.display import Table, show, warn
 from molora_jax.models import BaseModel, load_base
 from molora_jax.routing import PrototypeRouter
 from molora_jax.routing.statistics import few_tokens
 from molora_jax.routing.statistics_file import STATISTICS_FILE
 from molora_jax.tools.arguments import Misuse, hint, named_paths
-from molora_jax.tools.report import check_free, table
+from molora_jax.tools.report import check_free
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,21 +64,21 @@ def _read(name: str, path: str, base: BaseModel, router: str) -> Adapter:
     for text in report.warnings:
         if router == "statistics" and STATISTICS_FILE in text:
             raise ValueError(f"adapter {name!r}: {text}. Or take --router arrow")
-        print(f"  warning: {name}: {text}")
+        warn(f"adapter {name!r}: {text}")
     return adapter
 
 
 def _say(out: str, kind: str, made: Composition, old: Composition | None) -> None:
     adapters = [each.adapter for each in made.bank.list()]
     tokens = [each.statistics.count if each.statistics else "none" for each in adapters]
-    rows = [(a.name, a.rank, n, a.digest[:12]) for a, n in zip(adapters, tokens, strict=True)]
-    print(table([("adapter", "rank", "statistics of tokens", "digest"), *rows]))
+    rows = [[a.name, a.rank, n, a.digest[:12]] for a, n in zip(adapters, tokens, strict=True)]
+    show(Table(["adapter", "rank", "statistics of tokens", "digest"], rows))
     for each in adapters:
         packed = each.statistics
         if kind != "statistics" or packed is None:
             continue
         if warning := few_tokens(packed.count, packed.num_features or packed.d_model):
-            print(f"  warning: {each.name}: {warning}")
+            warn(f"adapter {each.name!r}: {warning}")
     if old is not None and type(old.router) is not type(made.router):
         print(
             f"  the {type(old.router).__name__} of the composition before is replaced by a "

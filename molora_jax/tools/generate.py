@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from molora_jax.adapters import AdapterBank, Composition, load_adapter
-from molora_jax.display.text import printable_pieces, terminal_text
+from molora_jax.display import printable_pieces, terminal_text, warn
 from molora_jax.generation import Generated, Sampling, generate
 from molora_jax.models import BaseModel, load_base
 from molora_jax.routing import SequenceRouter
@@ -74,7 +74,7 @@ def _arms(base: BaseModel, paths: Mapping[str, str], composition: str | None) ->
         for name, path in paths.items():
             adapter, report = load_adapter(path, name=name, config=base.config, base_name=base.name)
             for text in report.warnings:
-                print(f"warning: adapter {name!r}: {text}", file=sys.stderr)
+                warn(f"adapter {name!r}: {text}")
             adapters.append(adapter)
         bank = AdapterBank(
             base.config, num_slots=len(adapters), max_rank=max(each.rank for each in adapters)

@@ -1,8 +1,8 @@
-"""What the verbs print: aligned tables, JSON without NaN, norms beside those of a base."""
+"""What the verbs share: JSON without NaN, folders to write, norms beside those of a base."""
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,6 @@ from molora_jax.adapters.lowrank import update_norm
 from molora_jax.adapters.names import split_module
 from molora_jax.files import read_text
 from molora_jax.models.decoder import Decoder
-
-
-def table(rows: Iterable[Sequence[Any]], *, indent: str = "  ") -> str:
-    """Columns as wide as their widest entry: the first to the left, the others to the right."""
-    texts = [[str(each) for each in row] for row in rows]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
-    return "\n".join(
-        indent
-        + "  ".join(
-            f"{text:<{width}}" if column == 0 else f"{text:>{width}}"
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in texts
-    )
 
 
 def print_json(value: Any) -> None:

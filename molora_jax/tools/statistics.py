@@ -5,6 +5,7 @@ import os
 
 from molora_jax.adapters import load_adapter
 from molora_jax.adapters.peft_folder import find_peft_folder
+from molora_jax.display import warn
 from molora_jax.models import load_base
 from molora_jax.routing.statistics import few_tokens
 from molora_jax.routing.statistics_file import STATISTICS_FILE, save_statistics
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     adapter, report = load_adapter(folder, config=base.config, base_name=base.name)
     for text in report.warnings:
         if STATISTICS_FILE not in text:  # those are replaced now
-            print(f"  warning: {text}")
+            warn(f"adapter {adapter.name!r}: {text}")
     windows, _ = read_windows(args.data, base.tokenizer, seq_len=args.seq_len)
     found = gather_statistics(base, windows, num_features=args.features, max_rows=args.rows)
     save_statistics(found, folder, base_digest=base.digest, adapter_digest=adapter.digest)
@@ -34,5 +35,5 @@ def run(args: argparse.Namespace) -> int:
         f"{adapter.digest[:12]} under base {base.digest[:12]}"
     )
     if warning := few_tokens(found.count, found.num_features or found.d_model):
-        print(f"  warning: {warning}")
+        warn(warning)
     return 0

@@ -142,6 +142,6 @@ def test_what_makes_no_composition_is_said_before_anything_is_written(
     assert (theirs.read_bytes() == before, linked.is_symlink()) == (True, False)
     assert "4 features" in tool("inspect", other).out
     few = tool(*again, "--features", 63, "--rows", 1, "--overwrite")
-    assert "may be no better than chance" in few.out
+    assert "may be no better than chance" in few.err
     assert tool(*again, "--features", 4, "--overwrite").code == 0
     assert "different numbers of features (a 8, c 4)" in refused(a, other)[1]
