@@ -84,7 +84,7 @@ def painted(text: str, style: str, stream: Any, *, of_16: str = "", force: bool 
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether to lay out for a terminal: `stream` is one, or FORCE_COLOR is set; never a dumb one."""
+    """Whether to lay out for a terminal: it is one, or FORCE_COLOR is set; never a dumb one."""
     if os.environ.get("TERM", "").lower() in ("dumb", "unknown"):
         return False
     if os.environ.get("FORCE_COLOR"):

@@ -57,8 +57,9 @@ def terminal_text(
                        Without colour every stretch of one adapter is a line that begins with its
                        name
 
+        >>> adapters, names = np.array([0, 1, -1]), ["code", "math"]
         >>> text = terminal_text(
-        ...     ["two", " words", "!"], [0, 1, -1], adapter_names=["code", "math"], color=False
+        ...     ["two", " words", "!"], adapters, adapter_names=names, color=False
         ... )
         >>> print(text)
              code | two
