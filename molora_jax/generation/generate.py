@@ -1,5 +1,6 @@
 """Prompts in, tokens out, with the adapters that every token used."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from molora_jax.adapters import AdapterStack
+from molora_jax.display.progress import waiting
 from molora_jax.generation.sampling import Sampling, sample
 from molora_jax.models.decoder import Decoder
 from molora_jax.parallel import check_same, computing, current_mesh, place
@@ -125,11 +127,12 @@ def generate(
     routed = place({"adapters": adapters, "router": router}, mesh)
     routed["column_to_slot"] = column_to_slot
     knobs = (sampling.temperature, sampling.top_k, sampling.top_p)
-    with computing(mesh):
+    with computing(mesh), waiting("compiling, and reading the prompt"):
         chosen, routing, cache, state = _prefill(
             decoder, tokens, mask, routed, _seeded(seed, 0), knobs,
             cache_size=min(_round_up(S + max_new_tokens), config.max_positions),
         )  # fmt: skip
+        jax.block_until_ready(chosen)
     # A step that sliced the layers out of stacked weights would copy all of them for every token.
     stepper = place(decoder.unstacked(), mesh)
     steps, routings = [], []
@@ -149,7 +152,8 @@ def generate(
         if last and routing is None:
             break
         # The last token is read too when routed: its routing is part of the answer.
-        with computing(mesh):
+        compiles = waiting("compiling the step") if step == 1 else contextlib.nullcontext()
+        with computing(mesh), compiles:
             chosen, each, cache, state = _step(
                 stepper, chosen, cache, state, routed, _seeded(seed, step), knobs
             )

@@ -1,7 +1,10 @@
 """What the verbs share: JSON without NaN, folders to write, norms beside those of a base."""
 
+import argparse
 import json
 import math
+import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from molora_jax.adapters.adapter import Adapter
 from molora_jax.adapters.folders import check_writable
 from molora_jax.adapters.lowrank import update_norm
 from molora_jax.adapters.names import split_module
+from molora_jax.display.terminal import painted
 from molora_jax.files import read_text
 from molora_jax.models.decoder import Decoder
 
@@ -29,6 +33,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def next_step(args: argparse.Namespace, *words: str, why: str = "") -> None:
+    """The command that comes next, as it would be typed here."""
+    line = f"{args.prog} {shlex.join(words)}"
+    print(f"next{f', {why}' if why else ''}: {painted(line, 'bold', sys.stdout)}", flush=True)
 
 
 def check_free(out: str | Path, *, overwrite: bool, sources: Iterable[str | Path] = ()) -> None:

