@@ -23,7 +23,7 @@ THEME = Theme(
     }
 )
 _GAP = 2  # between columns
-_LETTERS = 10  # that a column of text keeps before numbers fold
+_LETTERS = 10  # that a column of text keeps
 # With a sign, a unit or a deviation; a dash where there is none.
 _NUMBER = re.compile(r"|[-–—]|[-+−±]?[\d.,]+(e[-+]?\d+)?( ?(%|s|ms|±.*))?")
 
@@ -35,7 +35,7 @@ def table(
     right: Sequence[bool],
     width: int,
 ) -> Table:
-    """Bold names above a thin rule; cells fold where `width` is too little, numbers last of all.
+    """Bold names above a thin rule; cells fold where `width` is too little, words last of all.
 
     Without a name in the header there is none, and the first column is bold.
     """
@@ -48,20 +48,41 @@ def table(
         padding=(0, _GAP if not named else 1, 0, 0),
         header_style="bold",
     )
-    widths = [max(each.cell_len for each in column) for column in zip(header, *rows, strict=True)]
-    needed = sum(w if r else min(w, _LETTERS) for w, r in zip(widths, right, strict=True))
-    whole = needed + _GAP * len(widths) <= width
+    columns = [(name, *cells) for name, *cells in zip(header, *rows, strict=True)]
+    widths = _widths(columns, right, width)
     for at, (name, to_right) in enumerate(zip(header, right, strict=True)):
         made.add_column(
             name,
             justify="right" if to_right else "left",
             overflow="fold",
-            no_wrap=to_right and whole,
+            width=widths[at] if widths else None,
             style="bold" if not named and at == 0 else "",
         )
     for row in rows:
         made.add_row(*row)
     return made
+
+
+def _widths(
+    columns: Sequence[Sequence[Text]], right: Sequence[bool], width: int
+) -> list[int] | None:
+    """Of columns that fit into `width`, the widest made narrower first; None where none would do.
+
+    A number keeps its longest word, a text some letters.
+    """
+    widths = [max(each.cell_len for each in column) for column in columns]
+    words = [
+        max(len(word) for each in column for word in (each.plain.split() or [""]))
+        for column in columns
+    ]
+    least = [w if r else min(w, _LETTERS) for w, r in zip(words, right, strict=True)]
+    room = width - _GAP * (len(columns) - 1)
+    if sum(least) > room:
+        return None
+    while sum(widths) > room:
+        loose = [at for at in range(len(widths)) if widths[at] > least[at]]
+        widths[max(loose, key=widths.__getitem__)] -= 1
+    return widths
 
 
 def report(text: str) -> Markdown:

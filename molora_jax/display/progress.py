@@ -94,11 +94,14 @@ class Progress:
         said = f"{said}  {self._time_left(now)}".strip()
         if self.bar is not None:
             self.bar.update(self.task, advance=1, said=said)
-        elif _shown is self and (
-            now >= self.due or (self.done == self.total and (self.lasting or self.said_before))
-        ):
+        elif _shown is self and (self._ends_a_log if self.done == self.total else now >= self.due):
             self.due = now + self.seconds_between
             self._print(f"{self.name}  {self.done}/{self.total}  {said}".rstrip())
+
+    @property
+    def _ends_a_log(self) -> bool:
+        """Whether a log wants the last step, too: not where it had none before."""
+        return self.lasting or self.said_before
 
     def _print(self, line: str) -> None:
         self.said_before = True

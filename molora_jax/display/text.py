@@ -142,9 +142,13 @@ def adapter_name(adapter: int, adapter_names: Sequence[str]) -> str:
 def adapter_shares(
     ids: Sequence[int], adapter_names: Sequence[str]
 ) -> list[tuple[int, str, float]]:
-    """(adapter, name, share of the tokens) of all adapters, and of the base alone if it occurs."""
+    """(adapter, name, share of the tokens) of all adapters, and of the base alone if it occurs.
+
+    What has no name, a free slot, is left out.
+    """
     total = max(len(ids), 1)
-    known = [*range(len(adapter_names)), *([-1] if any(i < 0 for i in ids) else [])]
+    named = [i for i, name in enumerate(adapter_names) if name]
+    known = [*named, *([-1] if any(i < 0 for i in ids) else [])]
     count = {i: sum(max(j, -1) == i for j in ids) / total for i in known}
     return [(i, adapter_name(i, adapter_names), count[i]) for i in known]
 

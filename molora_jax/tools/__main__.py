@@ -7,12 +7,13 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 from molora_jax.display.terminal import fail
 from molora_jax.models.cache import cache_folder
-from molora_jax.tools.arguments import Misuse, parse
+from molora_jax.tools.arguments import VERBS, Misuse, parse
 
 PROG = "python -m molora_jax.tools"
 
@@ -67,7 +68,8 @@ def _mesh(text: str) -> contextlib.AbstractContextManager:
 def _failed(error: Exception, prog: str, verb: str, code: int) -> int:
     text = " ".join(str(error).split())
     # The package speaks of the command that an installation has.
-    fail(f"{prog} {verb}".rstrip(), text.replace("`molora ", f"`{prog} "))
+    text = re.sub(rf"`molora (?={'|'.join(VERBS)})", f"`{prog} ", text)
+    fail(f"{prog} {verb}".rstrip(), text)
     return code
 
 

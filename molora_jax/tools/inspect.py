@@ -30,7 +30,7 @@ from molora_jax.files import inside, read_safetensors
 from molora_jax.models import BaseModel, ModelConfig, load_base
 from molora_jax.models.digest import file_digest
 from molora_jax.tools.inspect_text import adapter_tables, checkpoint_tables, composition_tables
-from molora_jax.tools.report import print_json, relative_updates
+from molora_jax.tools.report import next_step, print_json, relative_updates
 from molora_jax.training.checkpoint import describe_checkpoint, find_checkpoints
 
 # A LoRA matrix of any architecture: what stands before it names the module.
@@ -59,7 +59,19 @@ def run(args: argparse.Namespace) -> int:
         print_json(found)
     else:
         show(*tables)
+        if base and found.get("loads"):
+            _say_next(args, found)
     return 0 if found.get("loads", True) else 1
+
+
+def _say_next(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
+    """The way to a routed answer, from where this is."""
+    if found["kind"] == "composition":
+        given = ["--composition", args.path, "--prompt", "TEXT"]
+        next_step(args, "generate", "--base", args.base, *given)
+    elif not (found["statistics"] or {}).get("of_this_base"):
+        given = ["--base", args.base, "--data", "FILE"]
+        next_step(args, "statistics", args.path, *given, why="to have it in a composition")
 
 
 def inspect_adapter(

@@ -46,16 +46,19 @@ def adapter_tables(found: Mapping[str, Any]) -> list[Table]:
     facts += [("WARNING", text) for text in found["warnings"]]
     parts = []
     if found["projections"]:
-        numbers = ["in", "out", "rank", "scale", "|A|", "|B|", "|scale*B*A|"]
+        numbers = ["in", "out", "rank", "scale", "|A|", "|B|", "|BA|"]
         if against and against["relative_updates"]:
-            numbers.append("|scale*B*A|/|W|")
+            numbers.append("|BA| / |W|")
         rows = []
         for name, p in found["projections"].items():
             spans = (_numbers(p[key]) for key in ("in", "out", "ranks", "scales"))
             norms = (f"{p[key]:.4g}" for key in ("norm_a", "norm_b", "norm_update"))
-            span = [" to ".join(map(percent, p["relative"]))] if "relative" in p else []
+            span = [_percents(*p["relative"])] if "relative" in p else []
             rows.append([name, p["modules"], *spans, *norms, *span])
-        parts = [Table(["projection", "modules", *numbers], rows, right=numbers)]
+        title = "norms over all layers, BA with its scale" + (
+            "; beside the weight W of each layer" if "|BA| / |W|" in numbers else ""
+        )
+        parts = [Table(["projection", "modules", *numbers], rows, right=numbers, title=title)]
     parts.append(Table(["", ""], [["loads", _verdict(found["loads"], found["refusal"])]]))
     return [Table(["", ""], facts, title=f"adapter {found['name']!r}"), *parts]
 
@@ -71,8 +74,8 @@ def composition_tables(found: Mapping[str, Any]) -> list[Table]:
     arrays = ", ".join(f"{k} {v['shape']}" for k, v in found["router_arrays"].items())
     facts = [
         ["base", f"{base['name'] or 'a local path'} (sha256:{base['sha256'][:12]})"],
-        ["bank", ", ".join(f"{key} {value}" for key, value in bank.items())],
-        ["router", ", ".join(f"{key} {value}" for key, value in router.items())],
+        ["bank", _settings(bank)],
+        ["router", _settings(router)],
         ["arrays", arrays or "none"],
         ["columns", ", ".join(str(name) for name in found["columns"])],
         *(["metric", f"{key} {value}"] for key, value in found["metrics"].items()),
@@ -102,6 +105,15 @@ def _verdict(loads: bool, refusal: str | None = None) -> str:
     return "yes" if loads else f"NO: {refusal}" if refusal else "NO"
 
 
+def _settings(values: Mapping[str, Any]) -> str:
+    """What is set, in words; a list by its members."""
+    return ", ".join(
+        f"{key} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for key, value in values.items()
+        if value is not None
+    )
+
+
 def _pattern(pattern: Any) -> str:
     if not isinstance(pattern, dict):
         return repr(pattern)
@@ -115,3 +127,7 @@ def _targets(targets: Any) -> str:
 def _numbers(values: list) -> str:
     ends = dict.fromkeys((values[0], values[-1])) if values else {}
     return "..".join(f"{value:.6g}" for value in ends)
+
+
+def _percents(least: float, most: float) -> str:
+    return f"{percent(least).removesuffix('%')} to {percent(most)}"

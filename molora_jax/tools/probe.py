@@ -165,5 +165,5 @@ def _shown(found: dict[str, Any]) -> list[Any]:
         Table(["position", "token", *numbers, "most likely next"], most, right=numbers,
               title="positions that change most"),
         "",
-        Table(["layer", *updates], rows, right=list(updates), title="|scale*B*A| / |W|"),
+        Table(["layer", *updates], rows, right=list(updates), title="|BA| / |W|, with its scale"),
     ]  # fmt: skip

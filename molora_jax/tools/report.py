@@ -69,13 +69,21 @@ def text_of(text: str | None, file: Path | None, default: str = "") -> str:
     return text
 
 
-def relative_updates(adapter: Adapter, decoder: Decoder) -> dict[str, dict[int, float]]:
-    """{projection: {layer: ‖scale·B·A‖ / ‖W‖}} of the modules it adapts."""
+def relative_updates(
+    adapter: Adapter, decoder: Decoder, *, norms: dict[str, float] | None = None
+) -> dict[str, dict[int, float]]:
+    """{projection: {layer: ‖scale·B·A‖ / ‖W‖}} of the modules it adapts.
+
+    norms  {module: ‖W‖} that are known, and are added to: several adapters read a base once
+    """
     found: dict[str, dict[int, float]] = {projection: {} for projection in adapter.projections}
+    norms = {} if norms is None else norms
     for module, pair in adapter.modules.items():
         layer, projection = split_module(module)
-        weight = np.asarray(getattr(decoder.layers, projection).weight[...][layer], np.float32)
-        norm = math.sqrt(float(np.sum(np.square(weight, dtype=np.float64))))
+        if module not in norms:
+            weight = np.asarray(getattr(decoder.layers, projection).weight[...][layer], np.float32)
+            norms[module] = math.sqrt(float(np.sum(np.square(weight, dtype=np.float64))))
+        norm = norms[module]
         found[projection][layer] = update_norm(pair) / norm if norm else math.inf
     return found
 

@@ -79,9 +79,15 @@ def test_for_people_arms_are_labelled_and_without_a_terminal_uncoloured(tool, co
     assert result.code == 0, result.err
     heads = [line for line in result.out.splitlines() if line.startswith("== ")]
     assert [head.split()[1] for head in heads] == ["base", "a", "b", "routed"]
-    assert "6 tokens, length" in heads[0]
+    assert "6 tokens, cut at --max_tokens" in heads[0]
     assert "tokens/s" in heads[0]
-    assert "adapters: " in result.out  # the legend of the routed arm
+    # The routed arm says whose each token is, of the prompt too, and the rule.
+    routed = result.out.splitlines()[result.out.splitlines().index(heads[-1]) + 1 :]
+    assert routed[0] == "prompt:"
+    assert "b | abc def" in routed[: routed.index("answer:")]
+    assert "adapters of the prompt: a 0%, b 100%" in routed
+    assert verb.RULE in result.out
+    assert f"next: python -m molora_jax.tools serve --model {BASE}" in routed[-1]
     assert "\x1b" not in result.out
 
 
