@@ -23,6 +23,7 @@ class Progress:
     lasting          the numbers are worth keeping: the bar stays when it is done, and a log has a
                      line for the first and the last step, on standard output. What is not lasting
                      leaves nothing behind, and goes to standard error
+    compiles         so many steps at first compile, and do not tell how long the rest will take
     seconds_between  of two lines in a log, at least
     """
 
@@ -33,11 +34,12 @@ class Progress:
         *,
         start: int = 0,
         lasting: bool = False,
+        compiles: int = 1,
         seconds_between: float = 15.0,
         quiet: float = QUIET,
     ):
         self.name, self.total, self.done, self.lasting = name, total, start, lasting
-        self.seconds_between = seconds_between
+        self.seconds_between, self.compiles = seconds_between, compiles
         self.rate_from: tuple[float, int] | None = None
         # A log's next line is due from then on.
         self.due = -float("inf") if lasting else time.monotonic() + quiet
@@ -108,9 +110,10 @@ class Progress:
         print(line, file=self.stream, flush=True)
 
     def _time_left(self, now: float) -> str:
-        # Counted from the end of the first step, which also compiles.
-        if self.rate_from is None:
+        self.compiles -= 1
+        if self.compiles >= 0:
             self.rate_from = now, self.done
+        if self.rate_from is None or self.rate_from[1] == self.done:
             return ""
         since, first = self.rate_from
         left = round((now - since) / (self.done - first) * ((self.total or 0) - self.done))

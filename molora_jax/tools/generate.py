@@ -113,7 +113,7 @@ def _answer(
 ) -> tuple[dict[str, Any], np.ndarray]:
     """The answer, and the slot of the main adapter of every token, the prompt's too."""
     times = []
-    with Progress(f"answer of {arm.label}", args.max_tokens) as progress:
+    with Progress(f"answer of {arm.label}", args.max_tokens, compiles=2) as progress:
 
         def seen(_):
             times.append(time.perf_counter())

@@ -108,7 +108,7 @@ def self_written(base: BaseModel, *, length: int, rows: int = 32) -> Int[np.ndar
     if key not in _WRITTEN:
         first = base.tokenizer.encode("\n")
         count = min(2 * length, base.config.max_positions - len(first))
-        with Progress("the base writes foreign text", count) as progress:
+        with Progress("the base writes foreign text", count, compiles=2) as progress:
             written = generate(
                 base.decoder,
                 [first] * rows,
