@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb in VERBS:
         from molora_jax.tools.__main__ import main as tools
 
-        return tools([verb, *rest])
+        return tools([verb, *rest], prog="molora")
     if verb == "plan":
         from molora_jax.parallel.__main__ import main as plan
 

@@ -26,6 +26,7 @@ from absl import logging
 from experiments import artifacts, gin_files, registry, settings
 from experiments.provenance import environment, source_digest
 from experiments.run_folder import Claim, Run, read_result
+from molora_jax.display import show_report
 from molora_jax.parallel import broadcast, check_same, current_mesh, is_primary
 from molora_jax.training import NonFiniteLossError
 
@@ -199,7 +200,7 @@ def _measure(name, module, config, digests, path, found, command, *, scale, retr
     finally:
         if in_main_thread:
             signal.signal(signal.SIGTERM, before)
-    print((path / "report.md").read_text(encoding="utf-8"))
+    show_report((path / "report.md").read_text(encoding="utf-8"))
     print(f"{name}: {time.perf_counter() - begun:.0f} s, written to {path}")
     return "complete"
 
@@ -258,7 +259,7 @@ def hand_out(module: types.ModuleType, config: Any, path: pathlib.Path) -> str:
 
 
 def _show_found(module, config, path: pathlib.Path, result: dict) -> None:
-    print(hand_out(module, config, path))
+    show_report(hand_out(module, config, path))
     made_by = result["environment"]
     if made_by["source"] != source_digest():
         print(f"Other source code made this run ({made_by['source']}, now {source_digest()}).")

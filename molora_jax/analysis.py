@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from molora_jax.adapters import Composition
+from molora_jax.display.progress import Progress
 from molora_jax.routing.metrics import main_adapter, top_1
 from molora_jax.token_ids import check_token_ids
 from molora_jax.training.data import Batch, make_batch
@@ -152,11 +153,16 @@ def analyse(
         raise ValueError(f"{len(encoded)} texts and {len(compositions)} routers: give one of each")
     windows = _windows(encoded)
     index = _adapter_index(list(compositions.values()))
-    traces = {
-        name: _traces(base, windows, composition, name, {d: j for j, d in enumerate(index)})
-        for name, composition in compositions.items()
-    }
-    losses = _forced(base, windows, list(compositions.values()), list(index)) if forced else None
+    passes = len(compositions) + (len(index) + 1 if forced else 0)
+    with Progress("reading the texts", passes) as progress:
+        traces = {}
+        for name, composition in compositions.items():
+            columns = {digest: j for j, digest in enumerate(index)}
+            traces[name] = _traces(base, windows, composition, name, columns)
+            progress.update()
+        losses = None
+        if forced:
+            losses = _forced(base, windows, list(compositions.values()), list(index), progress)
     found = []
     for row, ids in enumerate(encoded):
         pieces = base.tokenizer.pieces(ids)
@@ -263,7 +269,7 @@ def _traces(base, windows, composition, name, index) -> list[RouterTrace]:
     return found
 
 
-def _forced(base, windows, compositions, digests) -> np.ndarray:
+def _forced(base, windows, compositions, digests, progress) -> np.ndarray:
     """(J + 1, W, S) losses with every token at one adapter, and at none."""
     rows = []
     for digest in digests:
@@ -271,12 +277,12 @@ def _forced(base, windows, compositions, digests) -> np.ndarray:
         slot = int(bank.column_to_slot([digest])[0])
         rows.append((bank, single_arm(slot)))
     rows.append((compositions[0].bank, base_arm))
-    return np.stack(
-        [
-            _losses(evaluate(base.decoder, windows, adapters=bank.stacks, router=arm, batch_size=1))
-            for bank, arm in rows
-        ]
-    )
+    found = []
+    for bank, arm in rows:
+        measured = evaluate(base.decoder, windows, adapters=bank.stacks, router=arm, batch_size=1)
+        found.append(_losses(measured))
+        progress.update()
+    return np.stack(found)
 
 
 def _losses(measured) -> np.ndarray:

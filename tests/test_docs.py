@@ -25,7 +25,7 @@ from tests.tools.conftest import make
 
 # Blocks of Python that are compiled, and whose imports are resolved, but that do not run: why.
 BLOCKS_NOT_RUN = {
-    "composition.router,": "compiles for long: `test_blocks_that_compile_for_long` runs it",
+    "= generate(": "compiles for long: `test_blocks_that_compile_for_long` runs it",
     "from openai import OpenAI": "needs a server; tests/serving/test_clients.py has the same calls",
     "parallel.use_mesh": "needs eight devices and a model of 16 GB",
     "Engine(base, hot": "compiles a minute; tests/generation/test_engine.py runs the same",
@@ -135,7 +135,7 @@ def test_blocks_of_python_run_or_at_least_import_what_is_there(page, here, capsy
 @pytest.mark.long
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs/tutorial.md"], ids=str)
 def test_blocks_that_compile_for_long_run(page, here, capsys):
-    (block,) = [each for each in blocks(page, "python") if "composition.router," in each]
+    (block,) = [each for each in blocks(page, "python") if "= generate(" in each]
     exec(compile(block.replace("smollm2-135m", "tiny-random"), page.name, "exec"), {})
     assert capsys.readouterr().out.strip()
 
@@ -144,11 +144,11 @@ def test_blocks_that_compile_for_long_run(page, here, capsys):
 def test_the_tutorial_runs_from_top_to_bottom_as_written(tmp_path):
     lines = ['python() { "$PYTHON" "$@"; }', 'molora() { "$PYTHON" -m experiments.command "$@"; }']
     for language, body in re.findall(
-        r"^```(python|)\n(.*?)^```$", text_of(ROOT / "docs/tutorial.md"), re.MULTILINE | re.DOTALL
+        r"^```(\w*)\n(.*?)^```$", text_of(ROOT / "docs/tutorial.md"), re.MULTILINE | re.DOTALL
     ):
         if language == "python":
             lines.append(f"python - <<'END'\n{body}END")
-        elif not re.search("venv|molora serve|curl|out/law", body):
+        elif not language and not re.search("venv|molora serve|curl|out/law", body):
             lines.append(body)
     env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -159,7 +159,7 @@ def test_the_tutorial_runs_from_top_to_bottom_as_written(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "adapters: code " in done.stdout and "== routed" in done.stdout
+    assert "adapters of the answer: code " in done.stdout and "== routed" in done.stdout
     assert list(tmp_path.glob("runs/analyse/*/explorer.html"))
 
 

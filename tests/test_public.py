@@ -75,12 +75,13 @@ def test_nothing_public_swallows_arguments_by_name():
 # Documented, with an example that runs
 
 
+DISPLAYED = ("Table", "loss_table", "show", "show_report", "terminal_text")
 EXPORTED = [
     (package, name)
     for package in (molora_jax, pallas_kernels, experiments)
     for name in package.__all__
     if name != "display" and (package, name) != (pallas_kernels, "Routing")  # the same class
-] + [(importlib.import_module("molora_jax.display"), name) for name in ("Table", "loss_table")]
+] + [(importlib.import_module("molora_jax.display"), name) for name in DISPLAYED]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def test_a_public_name_is_documented_by_an_example_that_runs(package, name, name
     value = getattr(package, name)
     monkeypatch.chdir(pallas_kernels.__path__[0] + "/..")  # the repository, where results/ lies
     if package.__name__ == "molora_jax.display":
-        names |= vars(package)
+        names |= {each: getattr(package, each) for each in package.__all__}
     text = inspect.getdoc(value)
     examples = doctest.DocTestParser().get_doctest(text, names, name, None, 0)
     assert text.partition(">>>")[0].strip(), "what it is"
@@ -148,10 +149,10 @@ import sys
 import molora_jax, experiments
 assert not {"jax", "numpy", "flax", "matplotlib"} & set(sys.modules)
 from molora_jax import display
-molora_jax.display.Table
-assert "matplotlib" not in sys.modules
+molora_jax.display.show(molora_jax.display.Table(["a"], [[1.5]]))
+assert not {"jax", "numpy", "matplotlib", "rich"} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
 
 
 def test_an_unknown_name_is_an_attribute_error():

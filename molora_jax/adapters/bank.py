@@ -278,6 +278,14 @@ class AdapterBank:
         """Who is in the bank, by slot."""
         return tuple(each for each in self._occupants if each is not None)
 
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """(K,) what the adapter of each slot is called, "" where there is none.
+
+        As `display.terminal_text` and `html_page` take them, with slots for adapters.
+        """
+        return tuple("" if each is None else each.name for each in self._occupants)
+
     def inspect(self, key: str) -> LoadReport:
         """The load report of a resident adapter, by name or digest."""
         return self.occupant(key).report

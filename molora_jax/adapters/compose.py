@@ -102,7 +102,7 @@ def _solved(base: BaseModel, adapters: Sequence[Adapter], top_k: int) -> Router:
         if each.statistics is None:
             raise ValueError(
                 f"adapter {each.name!r} came without router statistics: gather them on some of its "
-                "own data (`python -m molora_jax.tools statistics`), or take router 'arrow', which "
+                "own data (`molora statistics`), or take router 'arrow', which "
                 "reads the weights alone"
             )
         if each.statistics.base != base.digest:

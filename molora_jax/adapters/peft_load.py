@@ -16,7 +16,12 @@ from molora_jax.adapters.names import (
     shortened,
     tensor_key,
 )
-from molora_jax.adapters.peft_folder import CONFIG_FILE, WEIGHTS_FILE, read_peft_folder
+from molora_jax.adapters.peft_folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    PeftFolder,
+    read_peft_folder,
+)
 from molora_jax.adapters.peft_keys import (
     UNUSED,
     check_one_spelling,
@@ -58,34 +63,32 @@ def load_adapter(
     folder = read_peft_folder(path, name=name)
     name = check_label(folder.label if name is None else name)
     settings = read_config(folder.config, where=f"adapter {name!r}: {CONFIG_FILE}")
-    num_layers = None if config is None else config.num_layers
-    found, notes = _match(folder.tensors, name, num_layers)
-    paths = {module: module_path for module, (module_path, _, _) in found.items()}
-    warnings = [*settings.warnings, *_check_targets(settings, paths, name, num_layers)]
-    modules = {}
-    for module, (module_path, a, b) in found.items():
-        _check_rank(settings.rank(module_path), module, a, b, name)
-        modules[module] = LoraPair(a, b, settings.scale(module_path))
-    adapter = Adapter(name, modules, folder.config)
+    stated = settings.base_name
+    other_base = bool(base_name and stated and not same_model(stated, base_name))
+    shown = public_base_name(stated), public_base_name(base_name)
+    try:
+        adapter, notes, warnings = _adapter_of(folder, settings, name, config)
+    except ValueError as error:
+        if not other_base:
+            raise
+        # That is why it does not fit; the modules follow from it.
+        rest = str(error).removeprefix(f"adapter {name!r}").removeprefix(" is refused")
+        raise ValueError(
+            f"adapter {name!r} was trained on {shown[0]} and does not fit {shown[1]}: "
+            f"{rest.lstrip(': ')}"
+        ) from None
     try:
         adapter = adapter.with_statistics(read_packed(folder.path))
     except FileNotFoundError:
         pass
     except ValueError as error:  # another tool may leave the file where it writes another adapter
         warnings.append(f"{STATISTICS_FILE} is not used: {error}")
-    if config is not None:
-        adapter.check_fits(config)
     if not allow_nonfinite:
         adapter.check_finite()
     elif broken := adapter.nonfinite():
         warnings.append(f"NaN or infinite: {shortened(f'{m} ({n})' for m, n in broken.items())}")
-    if unused := settings.unused_keys(paths.values()):
-        warnings.append(f"matches no module of the adapter: {shortened(unused)}")
-    stated = settings.base_name
-    if base_name and stated and not same_model(stated, base_name):
-        warnings.append(
-            f"trained on {public_base_name(stated)}, used with {public_base_name(base_name)}"
-        )
+    if other_base:
+        warnings.append(f"trained on {shown[0]}, used with {shown[1]}")
     for text in warnings:
         logging.warning("adapter %r: %s", name, text)
     skipped = [key for key in folder.tensors if UNUSED.fullmatch(key)]
@@ -97,6 +100,26 @@ def load_adapter(
         unmatched=skipped,
     )
     return adapter, report
+
+
+def _adapter_of(
+    folder: PeftFolder, settings: LoraSettings, name: str, config: BaseShape | None
+) -> tuple[Adapter, list[str], list[str]]:
+    """The adapter, notes and warnings; ValueError for a tensor that has no place (in the base)."""
+    num_layers = None if config is None else config.num_layers
+    found, notes = _match(folder.tensors, name, num_layers)
+    paths = {module: module_path for module, (module_path, _, _) in found.items()}
+    warnings = [*settings.warnings, *_check_targets(settings, paths, name, num_layers)]
+    modules = {}
+    for module, (module_path, a, b) in found.items():
+        _check_rank(settings.rank(module_path), module, a, b, name)
+        modules[module] = LoraPair(a, b, settings.scale(module_path))
+    adapter = Adapter(name, modules, folder.config)
+    if config is not None:
+        adapter.check_fits(config)
+    if unused := settings.unused_keys(paths.values()):
+        warnings.append(f"matches no module of the adapter: {shortened(unused)}")
+    return adapter, notes, warnings
 
 
 def _match(

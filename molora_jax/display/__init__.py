@@ -1,51 +1,48 @@
-"""What a run shows: heat maps, curves, and text coloured by the adapter of each token."""
+"""What a run shows: tables and reports in a terminal, heat maps, curves, and text coloured by the
+adapter of each token.
 
-from molora_jax.display.explorer import explorer_page
-from molora_jax.display.figures import (
-    curve_figure,
-    layer_share_figure,
-    save_figure,
-    share_figure,
-    token_figure,
-)
-from molora_jax.display.page import html_page
-from molora_jax.display.routing_figures import (
-    agreement_figure,
-    choice_figure,
-    entropy_figure,
-    forced_figure,
-)
-from molora_jax.display.sweep_figures import grid_figure, parallel_figure
-from molora_jax.display.tables import (
-    Table,
-    bank_table,
-    composition_table,
-    loss_table,
-    report_table,
-)
-from molora_jax.display.text import adapter_color, printable_pieces, terminal_text, use_color
+The names below are imported when they are first used: a table needs neither JAX nor matplotlib.
+"""
 
-__all__ = [
-    "Table",
-    "adapter_color",
-    "agreement_figure",
-    "bank_table",
-    "choice_figure",
-    "composition_table",
-    "curve_figure",
-    "entropy_figure",
-    "explorer_page",
-    "forced_figure",
-    "grid_figure",
-    "html_page",
-    "layer_share_figure",
-    "loss_table",
-    "parallel_figure",
-    "printable_pieces",
-    "report_table",
-    "save_figure",
-    "share_figure",
-    "terminal_text",
-    "token_figure",
-    "use_color",
-]
+import importlib
+from typing import Any
+
+_HOMES = {
+    "Table": "tables",
+    "adapter_color": "text",
+    "agreement_figure": "routing_figures",
+    "bank_table": "tables",
+    "choice_figure": "routing_figures",
+    "composition_table": "tables",
+    "curve_figure": "figures",
+    "entropy_figure": "routing_figures",
+    "explorer_page": "explorer",
+    "forced_figure": "routing_figures",
+    "grid_figure": "sweep_figures",
+    "html_page": "page",
+    "layer_share_figure": "figures",
+    "loss_table": "tables",
+    "parallel_figure": "sweep_figures",
+    "printable_pieces": "text",
+    "report_table": "tables",
+    "save_figure": "figures",
+    "share_figure": "figures",
+    "show": "terminal",
+    "show_report": "terminal",
+    "terminal_text": "text",
+    "token_figure": "figures",
+    "use_color": "terminal",
+    "warn": "terminal",
+}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'molora_jax.display' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"molora_jax.display.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 if TYPE_CHECKING:
     from molora_jax.adapters import AdapterBank, Composition, LoadReport
@@ -19,13 +18,15 @@ _LEFT = "text-align:left;padding:2px 8px"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that a notebook shows as HTML and `print` as aligned text.
+    """Rows that a notebook shows as HTML, `print` as aligned text, and `show` as a terminal can.
 
-    header  (C,) names of the columns
+    header  (C,) names of the columns; where all are empty there is no line for them, and the first
+            column names the facts in the second
     rows    each (C,) of text or numbers; None is shown as "–". Numbers of a column have as many
             decimals as its largest needs for four digits. A cell `(text, share)` is shaded by its
             share, 0 to 1
     title   a line above
+    right   names of columns of text that are set to the right, as columns of numbers are
 
     Raises ValueError for a row of another length.
 
@@ -39,6 +40,7 @@ class Table:
     header: Sequence[str]
     rows: Sequence[Sequence[Any]]
     title: str = ""
+    right: Collection[str] = ()
 
     def __post_init__(self):
         for row in self.rows:
@@ -48,13 +50,13 @@ class Table:
                 )
 
     def __str__(self) -> str:
-        cells = [[str(name) for name in self.header], *self._texts()]
+        head = [[str(name) for name in self.header]] if any(self.header) else []
+        cells = [*head, *self._texts()]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        numeric = [_is_numeric([row[c] for row in self.rows]) for c in range(len(self.header))]
         lines = [
             "  ".join(
                 cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(row, widths, numeric, strict=True)
+                for cell, width, right in zip(row, widths, self._to_the_right(), strict=True)
             ).rstrip()
             for row in cells
         ]
@@ -62,13 +64,36 @@ class Table:
 
     __repr__ = __str__
 
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """What rich prints: a rule below the header, and cells that fold where it is narrow."""
+        from rich.text import Text
+
+        from molora_jax.display import layout
+
+        if self.title:
+            yield Text(self.title, "bold")
+        yield layout.table(
+            [Text(str(name)) for name in self.header],
+            [
+                [Text(text, _emphasis(cell)) for cell, text in zip(row, texts, strict=True)]
+                for row, texts in zip(self.rows, self._texts(), strict=True)
+            ],
+            right=self._to_the_right(),
+            width=options.max_width,
+        )
+
     def _texts(self) -> list[list[str]]:
         columns = [_column([row[c] for row in self.rows]) for c in range(len(self.header))]
         return [list(row) for row in zip(*columns, strict=True)]
 
+    def _to_the_right(self) -> list[bool]:
+        return [
+            name in self.right or _is_numeric([row[c] for row in self.rows])
+            for c, name in enumerate(self.header)
+        ]
+
     def _repr_html_(self) -> str:
-        right = [_is_numeric([row[c] for row in self.rows]) for c in range(len(self.header))]
-        styles = [_RIGHT if each else _LEFT for each in right]
+        styles = [_RIGHT if each else _LEFT for each in self._to_the_right()]
         head = "".join(
             f"<th style='{style}'>{html.escape(str(name))}</th>"
             for name, style in zip(self.header, styles, strict=True)
@@ -152,6 +177,8 @@ def loss_table(
         arm   code  math    all  tokens
         base  1.25   3.5  2.375       2
     """
+    import numpy as np  # a tenth of a second that a list of experiments need not wait for
+
     rows = []
     for arm, measured in arms.items():
         of_domain = [measured.mean(np.asarray(labels) == g) for g in range(len(names))]
@@ -165,8 +192,8 @@ def _is_numeric(cells: Sequence[Any]) -> bool:
 
 def _column(cells: Sequence[Any]) -> list[str]:
     """Texts of a column's cells, its floats with one number of decimals."""
-    floats = [abs(c) for c in cells if isinstance(c, float) and np.isfinite(c) and c]
-    decimals = max(0, min(6, 3 - int(np.floor(np.log10(max(floats))))) if floats else 0)
+    floats = [abs(c) for c in cells if isinstance(c, float) and math.isfinite(c) and c]
+    decimals = max(0, min(6, 3 - math.floor(math.log10(max(floats)))) if floats else 0)
     # Where the smallest would be lost, each has four digits of its own.
     alike = not floats or min(floats) >= 10.0**-decimals
     while alike and decimals and all(f"{f:.{decimals}f}".endswith("0") for f in floats):
@@ -178,13 +205,23 @@ def _column(cells: Sequence[Any]) -> list[str]:
 def _text(cell: Any, style: str) -> str:
     if cell is None:
         return "–"
-    if isinstance(cell, tuple):
-        return str(cell[0])
-    return format(cell, style) if isinstance(cell, float) else str(cell)
+    text = str(cell[0]) if isinstance(cell, tuple) else str(cell)
+    text = format(cell, style) if isinstance(cell, float) else text
+    # A line break would end the row, and other control characters write to the terminal.
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(letter: str) -> str:
+    return letter if letter.isprintable() else repr(letter)[1:-1]
+
+
+def _emphasis(cell: Any) -> str:
+    """Bold for a share of more than half: what is behind the text is the terminal's own."""
+    return "bold" if isinstance(cell, tuple) and cell[1] > 0.5 else ""
 
 
 def _html(cell: Any, text: str, style: str) -> str:
     if isinstance(cell, tuple):
-        strength = min(max(float(cell[1]), 0.0), 1.0) if np.isfinite(cell[1]) else 0.0
+        strength = min(max(float(cell[1]), 0.0), 1.0) if math.isfinite(cell[1]) else 0.0
         style += f";background:rgba(0,114,178,{0.6 * strength:.2f})"
     return f"<td style='{style}'>{html.escape(text)}</td>"

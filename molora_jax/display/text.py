@@ -1,7 +1,6 @@
 """Text coloured by the adapter of each token, for a terminal."""
 
 import codecs
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -11,12 +10,13 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Int
 
-from pallas_kernels.notebook import slot_color
+from molora_jax.display.terminal import painted, use_color
+from pallas_kernels.notebook import PALETTE, slot_color
 
-# The nearest of the 256 colours that every terminal has. Adapters past the seventh take the colours
-# again with another underline.
-_TERMINAL_256 = (25, 214, 36, 175, 74, 166, 227)
-_TERMINAL_DARK = (0, 5)  # the backgrounds on which white reads better than black
+# By adapter: of a terminal of 16 colours, where the nearest to the palette's would coincide.
+# Adapters past the seventh take the colours again, underlined.
+_OF_16 = ("blue", "yellow", "green", "magenta", "cyan", "red", "bright_white")
+_DARK = (0, 5)  # the backgrounds on which white reads better than black
 _BASE_ONLY = "base only"
 
 
@@ -45,38 +45,57 @@ def terminal_text(
     adapters: Int[ArrayLike, " N"],
     *,
     adapter_names: Sequence[str],
+    num_prompt_tokens: int = 0,
     stream: Any = None,
     color: bool | None = None,
 ) -> str:
     """The text with each token on the colour of its adapter, and a legend with the shares.
 
-    adapters  (N,) adapter of each token, −1 for the base alone, which stays uncoloured
-    color     None: where `stream` (standard output) is a terminal and NO_COLOR is not set. Without
-              colour every stretch of one adapter is a line that begins with its name.
+    adapters           (N,) adapter of each token, −1 for the base alone, which stays uncoloured
+    num_prompt_tokens  so many at the beginning are a prompt, and stand apart from the answer
+    color              None: where `stream` (standard output) is a terminal and NO_COLOR is not set.
+                       Without colour every stretch of one adapter is a line that begins with its
+                       name
+
+        >>> adapters, names = np.array([0, 1, -1]), ["code", "math"]
+        >>> text = terminal_text(
+        ...     ["two", " words", "!"], adapters, adapter_names=names, color=False
+        ... )
+        >>> print(text)
+             code | two
+             math |  words
+        base only | !
+        <BLANKLINE>
+        adapters: code 33%, math 33%, base only 33%
     """
     ids = adapter_list(tokens, adapters, adapter_names)
     pieces = printable_pieces(tokens)
-    legend = adapter_shares(ids, adapter_names)
-    if color is None:
-        color = use_color(sys.stdout if stream is None else stream)
-    runs = _runs(pieces, ids)
-    if not color:
-        width = max((len(name) for _, name, _ in legend), default=0)
-        lines = [
-            f"{adapter_name(i, adapter_names):>{width}} | {show_breaks(text)}" for i, text in runs
+    stream = sys.stdout if stream is None else stream
+    color = use_color(stream) if color is None else color
+    parts = {"": slice(None)}
+    if 0 < num_prompt_tokens < len(ids):
+        parts = {"prompt": slice(num_prompt_tokens), "answer": slice(num_prompt_tokens, None)}
+    width = max((len(name) for _, name, _ in adapter_shares(ids, adapter_names)), default=0)
+    lines, legend = [], []
+    for what, part in parts.items():
+        runs = _runs(pieces[part], ids[part])
+        if what:
+            lines.append(_paint_heading(what, stream) if color else f"{what}:")
+        if color:
+            lines.append("".join(_paint(text, i, stream) for i, text in runs))
+        else:
+            lines += [
+                f"{adapter_name(i, adapter_names):>{width}} | {show_breaks(text)}"
+                for i, text in runs
+            ]
+        shares = [
+            f"{_paint(f' {name} ', i, stream) if color else name} {share:.0%}"
+            for i, name, share in adapter_shares(ids[part], adapter_names)
         ]
-        shares = ", ".join(f"{name} {share:.0%}" for _, name, share in legend)
-        return "\n".join([*lines, "", f"adapters: {shares}"])
-    text = "".join(_paint(text, i) for i, text in runs)
-    shares = "  ".join(f"{_paint(f' {name} ', i)} {share:.0%}" for i, name, share in legend)
-    return f"{text}\n\n{shares}"
-
-
-def use_color(stream: Any) -> bool:
-    """Whether `stream` is a terminal that takes colour and the user has not set NO_COLOR."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return False
-    return bool(getattr(stream, "isatty", lambda: False)())
+        of = f" of the {what}" if what else ""
+        head = f"adapters{of}:" if what or not color else ""
+        legend.append(f"{head} {('  ' if color else ', ').join(shares)}".strip())
+    return "\n".join([*lines, "", *legend])
 
 
 def _as_bytes(token: str | bytes) -> bytes:
@@ -123,9 +142,13 @@ def adapter_name(adapter: int, adapter_names: Sequence[str]) -> str:
 def adapter_shares(
     ids: Sequence[int], adapter_names: Sequence[str]
 ) -> list[tuple[int, str, float]]:
-    """(adapter, name, share of the tokens) of all adapters, and of the base alone if it occurs."""
+    """(adapter, name, share of the tokens) of all adapters, and of the base alone if it occurs.
+
+    What has no name, a free slot, is left out.
+    """
     total = max(len(ids), 1)
-    known = [*range(len(adapter_names)), *([-1] if any(i < 0 for i in ids) else [])]
+    named = [i for i, name in enumerate(adapter_names) if name]
+    known = [*named, *([-1] if any(i < 0 for i in ids) else [])]
     count = {i: sum(max(j, -1) == i for j in ids) / total for i in known}
     return [(i, adapter_name(i, adapter_names), count[i]) for i in known]
 
@@ -141,12 +164,20 @@ def _runs(pieces: Sequence[str], ids: Sequence[int]) -> list[tuple[int, str]]:
     return runs
 
 
-def _paint(text: str, adapter: int) -> str:
+def _paint(text: str, adapter: int, stream: Any) -> str:
     if adapter < 0:
         return text
-    index = adapter % len(_TERMINAL_256)
-    ink = 231 if index in _TERMINAL_DARK else 16
-    underline = ";4" if adapter >= len(_TERMINAL_256) else ""
-    begin, end = f"\x1b[38;5;{ink};48;5;{_TERMINAL_256[index]}{underline}m", "\x1b[0m"
-    # A colour that is open across a line break fills the rest of the line in many terminals.
-    return "\n".join(f"{begin}{line}{end}" if line else "" for line in text.split("\n"))
+    index = adapter % len(PALETTE)
+    ink = "#ffffff" if index in _DARK else "#000000"
+    underline = " underline" if adapter >= len(PALETTE) else ""
+    return painted(
+        text,
+        f"{ink} on {PALETTE[index]}{underline}",
+        stream,
+        of_16=f"{'bright_white' if index in _DARK else 'black'} on {_OF_16[index]}{underline}",
+        force=True,
+    )
+
+
+def _paint_heading(text: str, stream: Any) -> str:
+    return painted(text, "dim", stream, force=True)

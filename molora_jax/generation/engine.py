@@ -20,6 +20,7 @@ from absl import logging
 
 from molora_jax.adapters.hot_set import HotSet, Lease
 from molora_jax.adapters.names import shortened
+from molora_jax.display.progress import Progress
 from molora_jax.generation import programs
 from molora_jax.generation.profiles import Profile, Profiles
 from molora_jax.generation.request import Delta, Generation, Request, TokenLogprobs
@@ -191,14 +192,16 @@ class Engine:
             f"prefill {S}": (programs.prefill, self._prefill_arguments(S, [])) for S in self.buckets
         }
         missing["decode"] = programs.decode, (np.zeros(self.rows, bool),)
-        for name, (program, arguments) in missing.items():
-            if name not in self._programs:
+        missing = {name: each for name, each in missing.items() if name not in self._programs}
+        with Progress("compiling programs", len(missing)) as progress:
+            for name, (program, arguments) in missing.items():
                 chosen = functools.partial(program, strategy=self.strategy)
                 with computing(self._mesh):
                     lowered = jax.jit(chosen, donate_argnums=4).lower(
                         *self._shared(name), *place(arguments, self._mesh)
                     )
                 self._programs[name] = lowered.compile()
+                progress.update(name)
         if self.hot_set is not None:
             self.hot_set.bank.warm_up()
         logging.info(

@@ -1,5 +1,6 @@
 """Prompts in, tokens out, with the adapters that every token used."""
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -7,12 +8,15 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from molora_jax.adapters import AdapterStack
+from molora_jax.display.progress import waiting
 from molora_jax.generation.sampling import Sampling, sample
 from molora_jax.models.decoder import Decoder
 from molora_jax.parallel import check_same, computing, current_mesh, place
 from molora_jax.parallel.local import constrain, constrain_tree
+from molora_jax.routing.metrics import main_adapter
 from molora_jax.routing.reach import check_reach
 from molora_jax.token_ids import check_token_ids
 from pallas_kernels import Routing
@@ -26,13 +30,26 @@ class Generated:
     routing  Routing of prompt and new tokens together, (L, n, k) numpy arrays; None for the base
     stopped  whether a stop id ended it, and not the length
 
-        >>> mj.Generated(tokens=[104, 105], routing=None, stopped=False).tokens
-        [104, 105]
+        >>> routed = composition.routed
+        >>> (answer,) = mj.generate(base.decoder, [[104, 105]], max_new_tokens=3, **routed)
+        >>> answer.main_adapters.shape  # of prompt and new tokens, (n,)
+        (5,)
     """
 
     tokens: list[int]
     routing: Routing | None
     stopped: bool
+
+    @property
+    def main_adapters(self) -> Int[np.ndarray, " n"] | None:
+        """(n,) slot of the main adapter of every token of `routing`, by `metrics.main_adapter`.
+
+        The one rule by which tools and pages say whose a token is: the largest sum of its top-1
+        gates over the later half of the layers; −1 for the base alone. None without a routing.
+        """
+        if self.routing is None:
+            return None
+        return main_adapter(self.routing.adapter_ids, self.routing.gates)
 
 
 def generate(
@@ -110,11 +127,12 @@ def generate(
     routed = place({"adapters": adapters, "router": router}, mesh)
     routed["column_to_slot"] = column_to_slot
     knobs = (sampling.temperature, sampling.top_k, sampling.top_p)
-    with computing(mesh):
+    with computing(mesh), waiting("compiling, and reading the prompt"):
         chosen, routing, cache, state = _prefill(
             decoder, tokens, mask, routed, _seeded(seed, 0), knobs,
             cache_size=min(_round_up(S + max_new_tokens), config.max_positions),
         )  # fmt: skip
+        jax.block_until_ready(chosen)
     # A step that sliced the layers out of stacked weights would copy all of them for every token.
     stepper = place(decoder.unstacked(), mesh)
     steps, routings = [], []
@@ -134,7 +152,8 @@ def generate(
         if last and routing is None:
             break
         # The last token is read too when routed: its routing is part of the answer.
-        with computing(mesh):
+        compiles = waiting("compiling the step") if step == 1 else contextlib.nullcontext()
+        with computing(mesh), compiles:
             chosen, each, cache, state = _step(
                 stepper, chosen, cache, state, routed, _seeded(seed, step), knobs
             )

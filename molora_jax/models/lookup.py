@@ -3,12 +3,14 @@
 import dataclasses
 import difflib
 import os
+import sys
 import time
 from pathlib import Path
 
 import jax
 from absl import logging
 
+from molora_jax.display.progress import waiting
 from molora_jax.files import naming, one_line, read_json
 from molora_jax.hub import (
     HUB_NAME,
@@ -79,12 +81,13 @@ def load_base(name: str, *, dtype: str = "float32") -> BaseModel:
         raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
     start = time.monotonic()
     path = _located(name)
-    if path is None:
-        base = _tiny(name, dtype)
-    elif path.is_dir():
-        base = _from_folder(name, path, dtype)
-    else:
-        base = _from_gguf(name, path, dtype)
+    with waiting(f"loading {name}"):
+        if path is None:
+            base = _tiny(name, dtype)
+        elif path.is_dir():
+            base = _from_folder(name, path, dtype)
+        else:
+            base = _from_gguf(name, path, dtype)
     if current_mesh() is not None:
         check_same("base model", lambda: {"digest": base.digest})
     if base.tokenizer.vocab_size > base.config.vocab_size:
@@ -257,7 +260,8 @@ def _complete(snapshot: Path) -> bool:
 def _download(name: str, revision: str | None) -> Path:
     import huggingface_hub
 
-    print(f"base {name}: downloading into {hub_folder()}", flush=True)
+    # huggingface_hub shows how far it is. Standard output may be one JSON object.
+    print(f"base {name}: downloading into {hub_folder()}", file=sys.stderr, flush=True)
     try:
         folder = huggingface_hub.snapshot_download(
             name,

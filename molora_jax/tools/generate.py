@@ -10,15 +10,21 @@ from typing import Any
 import numpy as np
 
 from molora_jax.adapters import AdapterBank, Composition, load_adapter
-from molora_jax.display.text import printable_pieces, terminal_text
+from molora_jax.display import printable_pieces, show, terminal_text, warn
+from molora_jax.display.progress import Progress
+from molora_jax.display.terminal import painted
 from molora_jax.generation import Generated, Sampling, generate
 from molora_jax.models import BaseModel, load_base
 from molora_jax.routing import SequenceRouter
-from molora_jax.routing.metrics import main_adapter
 from molora_jax.tools.arguments import Misuse, hint, named_paths
-from molora_jax.tools.report import print_json, text_of
+from molora_jax.tools.report import next_step, print_json, text_of
 
 BASE, ROUTED = "base", "routed"
+# What `metrics.main_adapter` computes.
+RULE = (
+    "a token's adapter: the one with the largest sum of its top gates over the later half of the "
+    "layers"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +63,14 @@ def run(args: argparse.Namespace) -> int:
         ids = base.tokenizer.encode(prompt)
     answers = []
     for arm in arms:
-        answer = _answer(base, arm, ids, args, sampling)
+        answer, used = _answer(base, arm, ids, args, sampling)
         answers.append(answer)
         if not args.json:
-            print(_shown(answer), flush=True)
+            _show(base, arm, ids, answer, used)
     if args.json:
         print_json({"base": base.name, "prompt_tokens": len(ids), "arms": answers})
+    elif args.composition:
+        next_step(args, "serve", "--model", args.base, "--composition", args.composition)
     return 0
 
 
@@ -74,7 +82,7 @@ def _arms(base: BaseModel, paths: Mapping[str, str], composition: str | None) ->
         for name, path in paths.items():
             adapter, report = load_adapter(path, name=name, config=base.config, base_name=base.name)
             for text in report.warnings:
-                print(f"warning: adapter {name!r}: {text}", file=sys.stderr)
+                warn(f"adapter {name!r}: {text}")
             adapters.append(adapter)
         bank = AdapterBank(
             base.config, num_slots=len(adapters), max_rank=max(each.rank for each in adapters)
@@ -85,12 +93,7 @@ def _arms(base: BaseModel, paths: Mapping[str, str], composition: str | None) ->
     if composition:
         whole = Composition.load(composition, base)
         arms += _single(whole.bank, taken=[*paths, BASE, ROUTED])
-        routed = {
-            "adapters": whole.bank.stacks,
-            "router": whole.router,
-            "column_to_slot": whole.column_to_slot,
-        }
-        arms.append(Arm(ROUTED, routed, _slot_names(whole.bank)))
+        arms.append(Arm(ROUTED, whole.routed, whole.bank.slot_names))
     return arms
 
 
@@ -99,47 +102,49 @@ def _single(bank: AdapterBank, *, taken: Sequence[str]) -> list[Arm]:
         Arm(
             f"composition:{each.name}" if each.name in taken else each.name,
             {"adapters": bank.stacks, "router": SequenceRouter(np.array([each.slot]))},
-            _slot_names(bank),
+            bank.slot_names,
         )
         for each in bank.list()
     ]
 
 
-def _slot_names(bank: AdapterBank) -> list[str]:
-    names = {each.slot: each.name for each in bank.list()}
-    return [names.get(slot, f"(empty slot {slot})") for slot in range(bank.num_slots)]
-
-
 def _answer(
     base: BaseModel, arm: Arm, ids: list[int], args: argparse.Namespace, sampling: Sampling
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], np.ndarray]:
+    """The answer, and the slot of the main adapter of every token, the prompt's too."""
     times = []
-    (made,) = generate(
-        base.decoder,
-        [ids],
-        max_new_tokens=args.max_tokens,
-        stop_ids=base.tokenizer.eos_ids,
-        sampling=sampling,
-        seed=args.seed,
-        on_tokens=lambda tokens: times.append(time.perf_counter()),
-        **arm.routed,
-    )
+    with Progress(f"answer of {arm.label}", args.max_tokens, compiles=2) as progress:
+
+        def seen(_):
+            times.append(time.perf_counter())
+            progress.update()
+
+        (made,) = generate(
+            base.decoder,
+            [ids],
+            max_new_tokens=args.max_tokens,
+            stop_ids=base.tokenizer.eos_ids,
+            sampling=sampling,
+            seed=args.seed,
+            on_tokens=seen,
+            **arm.routed,
+        )
     tokens, finish = _cut(base, made, args.stop)
-    used = np.full(len(tokens), -1)
-    if made.routing is not None:
-        new = slice(len(ids), len(ids) + len(tokens))
-        used = main_adapter(made.routing.adapter_ids[:, new], made.routing.gates[:, new])
+    count = len(ids) + len(tokens)
+    main = made.main_adapters
+    used = np.full(count, -1) if main is None else main[:count]
     # The first two tokens wait for the compiler.
     spent = times[-1] - times[1] if len(times) > 2 else 0.0
-    return {
+    answer = {
         "arm": arm.label,
         "text": base.tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens": tokens,
         "pieces": base.tokenizer.pieces(tokens),
-        "adapters": [None if i < 0 else arm.slot_names[i] for i in used],
+        "adapters": [None if i < 0 else arm.slot_names[i] for i in used[len(ids) :]],
         "finish_reason": finish,
         "tokens_per_s": (len(times) - 2) / spent if spent else None,
     }
+    return answer, used
 
 
 def _cut(base: BaseModel, made: Generated, stops: Sequence[str]) -> tuple[list[int], str]:
@@ -153,13 +158,17 @@ def _cut(base: BaseModel, made: Generated, stops: Sequence[str]) -> tuple[list[i
     return [t for t, length in zip(tokens, lengths, strict=True) if length <= min(ends)], "stop"
 
 
-def _shown(answer: Mapping[str, Any]) -> str:
-    rate = answer["tokens_per_s"]
+def _show(
+    base: BaseModel, arm: Arm, ids: list[int], answer: Mapping[str, Any], used: np.ndarray
+) -> None:
+    """Prints an answer: of the routed arm, prompt and answer on the colours of the adapters."""
+    rate, tokens = answer["tokens_per_s"], answer["tokens"]
     speed = "" if rate is None else f", {rate:.1f} tokens/s"
-    head = f"== {answer['arm']} ({len(answer['tokens'])} tokens, {answer['finish_reason']}{speed})"
-    if len(set(answer["adapters"])) < 2:  # one colour for all would say no more than the head
-        return f"{head}\n{''.join(printable_pieces(answer['pieces']))}\n"
-    names = sorted({name for name in answer["adapters"] if name is not None})
-    slots = np.array([-1 if name is None else names.index(name) for name in answer["adapters"]])
-    coloured = terminal_text(answer["pieces"], slots, adapter_names=names, stream=sys.stdout)
-    return f"{head}\n{coloured}\n"
+    ended = {"length": "cut at --max_tokens", "stop": "ended"}[answer["finish_reason"]]
+    show(f"== {arm.label} ({len(tokens)} tokens, {ended}{speed})", style="bold")
+    if arm.label != ROUTED:
+        show("".join(printable_pieces(answer["pieces"])), "")
+        return
+    pieces = base.tokenizer.pieces([*ids, *tokens])
+    text = terminal_text(pieces, used, adapter_names=arm.slot_names, num_prompt_tokens=len(ids))
+    show(text, painted(f"({RULE})", "dim", sys.stdout), "")

@@ -25,11 +25,12 @@ from molora_jax.adapters.names import split_module
 from molora_jax.adapters.peft_folder import WEIGHTS_FILE, PeftFolder, read_peft_folder
 from molora_jax.adapters.peft_keys import parse_key
 from molora_jax.adapters.report import public_base_name
+from molora_jax.display import show
 from molora_jax.files import inside, read_safetensors
 from molora_jax.models import BaseModel, ModelConfig, load_base
 from molora_jax.models.digest import file_digest
-from molora_jax.tools.inspect_text import adapter_text, checkpoint_text, composition_text
-from molora_jax.tools.report import print_json, relative_updates
+from molora_jax.tools.inspect_text import adapter_tables, checkpoint_tables, composition_tables
+from molora_jax.tools.report import next_step, print_json, relative_updates
 from molora_jax.training.checkpoint import describe_checkpoint, find_checkpoints
 
 # A LoRA matrix of any architecture: what stands before it names the module.
@@ -37,12 +38,12 @@ _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.we
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report; a broken adapter is described and no failure."""
+    """Prints the report; 1 where what it is of would not load."""
     path = Path(args.path).expanduser()
     base = load_base(args.base) if args.base else None
     if (path / RECORD_FILE).is_file():
         found = inspect_composition(path, base)
-        text = composition_text(found)
+        tables = composition_tables(found)
     elif (checkpoints := find_checkpoints(path)) is not None:
         if base:
             raise ValueError(
@@ -50,15 +51,27 @@ def run(args: argparse.Namespace) -> int:
                 "it to an adapter first (convert SRC DST)"
             )
         found = {"kind": "checkpoint", **describe_checkpoint(checkpoints)}
-        text = checkpoint_text(found)
+        tables = checkpoint_tables(found)
     else:
         found = inspect_adapter(args.path, base)
-        text = adapter_text(found)
+        tables = adapter_tables(found)
     if args.json:
         print_json(found)
     else:
-        print(text)
-    return 0
+        show(*tables)
+        if base and found.get("loads"):
+            _say_next(args, found)
+    return 0 if found.get("loads", True) else 1
+
+
+def _say_next(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
+    """The way to a routed answer, from where this is."""
+    if found["kind"] == "composition":
+        given = ["--composition", args.path, "--prompt", "TEXT"]
+        next_step(args, "generate", "--base", args.base, *given)
+    elif not (found["statistics"] or {}).get("of_this_base"):
+        given = ["--base", args.base, "--data", "FILE"]
+        next_step(args, "statistics", args.path, *given, why="to have it in a composition")
 
 
 def inspect_adapter(

@@ -17,12 +17,13 @@ from molora_jax.adapters.merge import (
     merge_adapters,
     merge_into,
 )
+from molora_jax.display import Table, show, warn
 from molora_jax.models import BaseModel, load_base
 from molora_jax.models.export import MODEL_FILES, decoder_arrays, write_model
 from molora_jax.models.lookup import base_path
 from molora_jax.routing import FixedRouter
 from molora_jax.tools.arguments import Misuse, hint, named_paths
-from molora_jax.tools.report import check_free, percent, table
+from molora_jax.tools.report import check_free, percent
 
 _TEXT = "The quick brown fox jumps over the lazy dog. 12 * 7 = 84.\ndef f(x):\n    return x + 1\n"
 # Of the largest logit; what float32 sums in another order differ by is some hundred times less.
@@ -50,17 +51,11 @@ def run(args: argparse.Namespace) -> int:
     ]
     adapters = [adapter for adapter, _ in loaded]
     weights = {name: args.weights.get(name, 1.0) for name in paths}
-    print(
-        table(
-            [
-                ("adapter", "weight", "rank", "digest"),
-                *((a.name, f"{weights[a.name]:g}", a.rank, a.digest[:12]) for a in adapters),
-            ]
-        )
-    )
+    rows = [[a.name, f"{weights[a.name]:g}", a.rank, a.digest[:12]] for a in adapters]
+    show(Table(["adapter", "weight", "rank", "digest"], rows, right=("weight",)))
     for adapter, report in loaded:
         for text in report.warnings:
-            print(f"  warning: {adapter.name}: {text}")
+            warn(f"adapter {adapter.name!r}: {text}")
     if base is None:
         return _one_adapter(args, adapters, weights)
     return _model(args, base, adapters, weights)
@@ -125,17 +120,9 @@ def _model(
                 f"adapters by {difference:.3g}, with logits up to {largest:.3g}"
             )
     read = load_base(str(args.out))
-    print(
-        table(
-            [
-                ("projection", "modules", "|dW|/|W|", f"|dW| lost to {dtype}"),
-                *(
-                    (c.projection, c.modules, percent(c.relative), percent(c.rounding))
-                    for c in changes
-                ),
-            ]
-        )
-    )
+    shares = ["|dW|/|W|", f"|dW| lost to {dtype}"]
+    rows = [[c.projection, c.modules, percent(c.relative), percent(c.rounding)] for c in changes]
+    show(Table(["projection", "modules", *shares], rows, right=shares))
     tied = " (tied to the output)" if base.config.tie_word_embeddings else ", output"
     print(f"  unchanged: embedding{tied}, norms and biases")
     print(

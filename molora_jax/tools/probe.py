@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from molora_jax.adapters import Adapter, AdapterBank, load_adapter
+from molora_jax.display import Table, show, warn
 from molora_jax.models import BaseModel, load_base
 from molora_jax.routing import FixedRouter
 from molora_jax.token_ids import check_token_ids
-from molora_jax.tools.report import percent, print_json, relative_updates, table, text_of
+from molora_jax.tools.report import percent, print_json, relative_updates, text_of
 
 _TEXT = """\
 The river rose in the night, and by morning the lower fields were under water.
@@ -38,7 +39,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(found)
     else:
-        print(_text(found))
+        for text in report.warnings:
+            warn(f"adapter {adapter.name!r}: {text}")
+        show(*_shown(found))
     if found["max_logit_change"] > 0:
         return 0
     zero = not any(pair.b.any() for pair in adapter.modules.values())
@@ -133,30 +136,34 @@ def _compare(decoder, stacks, tokens, mask):
     )
 
 
-def _text(found: dict[str, Any]) -> str:
+def _shown(found: dict[str, Any]) -> list[Any]:
+    """The same as text and tables."""
     updates = found["relative_updates"]
     layers = sorted({layer for each in updates.values() for layer in each})
-    rows = [("layer", *updates)]
-    for layer in layers:
-        row = (percent(u[layer]) if layer in u else "-" for u in updates.values())
-        rows.append((layer, *row))
-    lines = [
-        f"adapter {found['adapter']!r} on {found['base']}, {found['positions']} positions",
-        *(f"  warning: {text}" for text in found["warnings"]),
-        f"  largest change of a logit   {found['max_logit_change']:.4g}",
-        f"  mean KL(base || adapter)    {found['mean_kl']:.4g} nats",
-        f"  most likely token changed   {found['top1_changed']:.1%} of positions",
+    rows = [
+        [layer, *(percent(u[layer]) if layer in u else "-" for u in updates.values())]
+        for layer in layers
+    ]
+    facts = [
+        ["largest change of a logit", f"{found['max_logit_change']:.4g}"],
+        ["mean KL(base || adapter)", f"{found['mean_kl']:.4g} nats"],
+        ["most likely token changed", f"{found['top1_changed']:.1%} of positions"],
     ]
     if found["nll"] is not None:
-        lines.append(
-            f"  NLL of the text             {found['nll']:.4f} base, "
-            f"{found['nll_adapter']:.4f} adapter"
-        )
-    lines += ["", "positions that change most"]
+        nll = f"{found['nll']:.4f} base, {found['nll_adapter']:.4f} adapter"
+        facts.append(["NLL of the text, nats a token", nll])
     most = [
-        (m["position"], repr(m["token"]), f"{m['kl']:.4g}", f"{m['max_logit_change']:.4g}",
-         f"{m['next_base']!r} -> {m['next_adapter']!r}")
+        [m["position"], repr(m["token"]), f"{m['kl']:.4g}", f"{m['max_logit_change']:.4g}",
+         f"{m['next_base']!r} -> {m['next_adapter']!r}"]
         for m in found["positions_most"]
     ]  # fmt: skip
-    lines.append(table([("position", "token", "KL", "max|d|", "most likely next"), *most]))
-    return "\n".join([*lines, "", "|scale*B*A| / |W|", table(rows)])
+    head = f"adapter {found['adapter']!r} on {found['base']}, {found['positions']} positions"
+    numbers = ["KL", "max|d|"]
+    return [
+        Table(["", ""], facts, title=head),
+        "",
+        Table(["position", "token", *numbers, "most likely next"], most, right=numbers,
+              title="positions that change most"),
+        "",
+        Table(["layer", *updates], rows, right=list(updates), title="|BA| / |W|, with its scale"),
+    ]  # fmt: skip

@@ -1,8 +1,11 @@
-"""What the verbs print: aligned tables, JSON without NaN, norms beside those of a base."""
+"""What the verbs share: JSON without NaN, folders to write, norms beside those of a base."""
 
+import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+import shlex
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +15,9 @@ from molora_jax.adapters.adapter import Adapter
 from molora_jax.adapters.folders import check_writable
 from molora_jax.adapters.lowrank import update_norm
 from molora_jax.adapters.names import split_module
+from molora_jax.display.terminal import painted
 from molora_jax.files import read_text
 from molora_jax.models.decoder import Decoder
-
-
-def table(rows: Iterable[Sequence[Any]], *, indent: str = "  ") -> str:
-    """Columns as wide as their widest entry: the first to the left, the others to the right."""
-    texts = [[str(each) for each in row] for row in rows]
-    widths = [max(len(row[column]) for row in texts) for column in range(len(texts[0]))]
-    return "\n".join(
-        indent
-        + "  ".join(
-            f"{text:<{width}}" if column == 0 else f"{text:>{width}}"
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in texts
-    )
 
 
 def print_json(value: Any) -> None:
@@ -43,6 +33,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def next_step(args: argparse.Namespace, *words: str, why: str = "") -> None:
+    """The command that comes next, as it would be typed here."""
+    line = f"{args.prog} {shlex.join(words)}"
+    print(f"next{f', {why}' if why else ''}: {painted(line, 'bold', sys.stdout)}", flush=True)
 
 
 def check_free(out: str | Path, *, overwrite: bool, sources: Iterable[str | Path] = ()) -> None:
@@ -73,13 +69,21 @@ def text_of(text: str | None, file: Path | None, default: str = "") -> str:
     return text
 
 
-def relative_updates(adapter: Adapter, decoder: Decoder) -> dict[str, dict[int, float]]:
-    """{projection: {layer: ‖scale·B·A‖ / ‖W‖}} of the modules it adapts."""
+def relative_updates(
+    adapter: Adapter, decoder: Decoder, *, norms: dict[str, float] | None = None
+) -> dict[str, dict[int, float]]:
+    """{projection: {layer: ‖scale·B·A‖ / ‖W‖}} of the modules it adapts.
+
+    norms  {module: ‖W‖} that are known, and are added to: several adapters read a base once
+    """
     found: dict[str, dict[int, float]] = {projection: {} for projection in adapter.projections}
+    norms = {} if norms is None else norms
     for module, pair in adapter.modules.items():
         layer, projection = split_module(module)
-        weight = np.asarray(getattr(decoder.layers, projection).weight[...][layer], np.float32)
-        norm = math.sqrt(float(np.sum(np.square(weight, dtype=np.float64))))
+        if module not in norms:
+            weight = np.asarray(getattr(decoder.layers, projection).weight[...][layer], np.float32)
+            norms[module] = math.sqrt(float(np.sum(np.square(weight, dtype=np.float64))))
+        norm = norms[module]
         found[projection][layer] = update_norm(pair) / norm if norm else math.inf
     return found
 

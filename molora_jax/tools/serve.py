@@ -13,6 +13,7 @@ from typing import Any
 from molora_jax.adapters import PROJECTIONS, Adapter, AdapterBank, HotSet, load_adapter
 from molora_jax.adapters.composition_record import ADAPTERS_FOLDER
 from molora_jax.adapters.slot_format import SlotFormat, readable_size
+from molora_jax.display import warn
 from molora_jax.files import parse_json
 from molora_jax.generation import Engine, Profile
 from molora_jax.hub import same_model
@@ -133,7 +134,7 @@ def _read(args: argparse.Namespace, base: BaseModel, paths: dict[str, str]) -> _
     for name, path in paths.items():
         adapter, report = load_adapter(path, name=name, config=base.config, base_name=base.name)
         for text in report.warnings:
-            print(f"warning: adapter {name!r}: {text}", file=sys.stderr)
+            warn(f"adapter {name!r}: {text}")
         given.adapters[name] = adapter
     if args.composition is not None:
         profile, adapters = profile_files.read_composition(args.composition, base)

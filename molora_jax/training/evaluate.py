@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from molora_jax.adapters import AdapterStack
+from molora_jax.display.progress import Progress
 from molora_jax.models.decoder import Decoder
 from molora_jax.parallel import computing, current_mesh, fetch, place, place_rows, token_shards
 from molora_jax.routing import FixedRouter
@@ -132,25 +133,28 @@ def evaluate(
     batch_size += -batch_size % token_shards(mesh)
     decoder, adapters = place(decoder, mesh), place(adapters, mesh)
     nll, choices = [], []
-    for start in range(0, windows.num_rows, batch_size):
-        rows = windows.rows(slice(start, start + batch_size))
-        batch = rows.filled(batch_size)
-        arm = router if router is None or isinstance(router, nnx.Module) else router(batch)
-        if arm is not None and adapters is not None:
-            check_reach(arm, adapters, column_to_slot, vocab_size=decoder.config.vocab_size)
-        with computing(mesh):
-            token, choice = fetch(
-                _evaluate_batch(
-                    decoder,
-                    place_rows(batch, mesh),
-                    adapters,
-                    place(arm, mesh),
-                    column_to_slot,
-                    return_routing=return_routing,
+    starts = range(0, windows.num_rows, batch_size)
+    with Progress("evaluating", len(starts)) as progress:
+        for start in starts:
+            rows = windows.rows(slice(start, start + batch_size))
+            batch = rows.filled(batch_size)
+            arm = router if router is None or isinstance(router, nnx.Module) else router(batch)
+            if arm is not None and adapters is not None:
+                check_reach(arm, adapters, column_to_slot, vocab_size=decoder.config.vocab_size)
+            with computing(mesh):
+                token, choice = fetch(
+                    _evaluate_batch(
+                        decoder,
+                        place_rows(batch, mesh),
+                        adapters,
+                        place(arm, mesh),
+                        column_to_slot,
+                        return_routing=return_routing,
+                    )
                 )
-            )
-        nll.append(token[: rows.num_rows])
-        choices.append(choice)
+            nll.append(token[: rows.num_rows])
+            choices.append(choice)
+            progress.update()
     routing = None
     if choices[0] is not None:
         ids, gates, logits = (_by_row(parts, windows) for parts in zip(*choices, strict=True))

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float
 
+from molora_jax.display.progress import Progress
 from molora_jax.models.digest import params_digest
 from molora_jax.parallel import (
     check_rows,
@@ -28,7 +29,6 @@ from molora_jax.parallel.local import constrain, constrain_tree
 from molora_jax.training.config import TrainConfig
 from molora_jax.training.data import Batch
 from molora_jax.training.losses import mean_or_zero
-from molora_jax.training.progress import Progress
 from molora_jax.training.run_folder import RunFolder, flat, same_run_of
 
 # loss_fn(params, frozen, batch) -> (Σ w·loss, Σ w, {name: sum}). The sums of the third are added
@@ -132,7 +132,7 @@ def fit(
             first, state, history = resumed.step, resumed.state, resumed.records
             if resumed.summary is not None:
                 summarise.restore(resumed.summary)  # type: ignore[union-attr]
-        with Progress(name, config.steps, start=first) as progress:
+        with Progress(name, config.steps, start=first, lasting=True) as progress:
             waiting = None
             for step in range(first, config.steps):
                 rows = place_rows(_micro_batches(batches(step), config), mesh, axis=1)

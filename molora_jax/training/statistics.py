@@ -5,6 +5,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Array, Int
 
+from molora_jax.display.progress import Progress
 from molora_jax.generation.generate import generate
 from molora_jax.generation.sampling import Sampling
 from molora_jax.models import BaseModel
@@ -78,12 +79,15 @@ def gather_statistics(
         tokens[row, :cut], mask[row, :cut] = prefixes[rng.integers(len(prefixes)), :cut], True
     mesh = current_mesh()
     decoder = place(base.decoder, mesh)
-    for first in range(0, len(rows), _ROWS):
-        here = slice(first, first + _ROWS)
-        read = make_batch(tokens[here], mask[here], mask[here]).filled(_ROWS)
-        with computing(mesh):
-            inputs = fetch(_layer_inputs(decoder, read.tokens, read.mask))
-        found.add(inputs[:, : len(tokens[here])], counted[here])
+    starts = range(0, len(rows), _ROWS)
+    with Progress("summing statistics", len(starts)) as progress:
+        for first in starts:
+            here = slice(first, first + _ROWS)
+            read = make_batch(tokens[here], mask[here], mask[here]).filled(_ROWS)
+            with computing(mesh):
+                inputs = fetch(_layer_inputs(decoder, read.tokens, read.mask))
+            found.add(inputs[:, : len(tokens[here])], counted[here])
+            progress.update()
     if found.count and (warning := few_tokens(found.count, m or D)):
         logging.warning("%s", warning)
     if not found.count:
@@ -104,12 +108,14 @@ def self_written(base: BaseModel, *, length: int, rows: int = 32) -> Int[np.ndar
     if key not in _WRITTEN:
         first = base.tokenizer.encode("\n")
         count = min(2 * length, base.config.max_positions - len(first))
-        written = generate(
-            base.decoder,
-            [first] * rows,
-            max_new_tokens=count,
-            sampling=Sampling(temperature=1.0),
-        )
+        with Progress("the base writes foreign text", count, compiles=2) as progress:
+            written = generate(
+                base.decoder,
+                [first] * rows,
+                max_new_tokens=count,
+                sampling=Sampling(temperature=1.0),
+                on_tokens=lambda _: progress.update(),
+            )
         starts = np.random.default_rng(0).integers(0, count - length + 1, rows)
         _WRITTEN[key] = np.stack(
             [row.tokens[at : at + length] for row, at in zip(written, starts, strict=True)]

@@ -377,6 +377,19 @@ def test_other_base_is_refused_by_its_sizes(tmp_path):
         load_adapter(path, config=BASE)
 
 
+def test_what_does_not_fit_another_base_says_first_which_bases_these_are(tmp_path):
+    arrays = arrays_for(modules_of(projections=QV))
+    arrays["layers.3.self_attn.q_proj"] = arrays["layers.0.self_attn.q_proj"]
+    path = write_peft(tmp_path, peft_tensors(arrays), target_modules=r".*\.(q|v)_proj")
+    edit(path, base_model_name_or_path="org/large")
+    words = "^adapter .* was trained on org/large and does not fit org/small: .*has 3 layers"
+    with pytest.raises(ValueError, match=words):
+        load_adapter(path, config=BASE, base_name="org/small")
+    with pytest.raises(ValueError, match="has 3 layers") as refused:
+        load_adapter(path, config=BASE, base_name="other/large")
+    assert "does not fit" not in str(refused.value)
+
+
 def test_layer_past_the_base_is_refused(tmp_path):
     arrays = arrays_for(modules_of(projections=QV))
     arrays["layers.3.self_attn.q_proj"] = arrays["layers.0.self_attn.q_proj"]

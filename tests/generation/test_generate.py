@@ -53,6 +53,31 @@ def test_greedy_equals_rereading_each_prompt_alone(decoder, side, kind):
             np.testing.assert_array_equal(answer.routing.adapter_ids, whole.adapter_ids)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_main_adapters_are_of_the_rows_own_tokens(decoder, side):
+    """With k = 2, tokens of the base alone, and rows of other lengths beside them."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in (3, 11)]
+    stacks, made = random_stacks(CONFIG), routers(CONFIG, 1, 1)
+    for kind in ("per_layer", "vocabulary"):
+        routed = {"adapters": stacks, "router": made[kind]}
+        answers = generate(decoder, prompts, max_new_tokens=4, padding=side, **routed)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            whole = [*prompt, *answer.tokens]
+            assert answer.main_adapters.shape == (len(whole),)
+            if kind == "vocabulary":
+                table = np.asarray(made[kind].table[...])
+                np.testing.assert_array_equal(answer.main_adapters, table[whole])
+                continue
+            routing = forward(decoder, jnp.asarray([whole]), **routed)[0].routing
+            # Of two layers the later half is the last, and the larger of two gates counts.
+            best = np.asarray(routing.gates[-1]).argmax(axis=-1)
+            ids = np.take_along_axis(np.asarray(routing.adapter_ids[-1]), best[:, None], axis=1)
+            np.testing.assert_array_equal(answer.main_adapters, ids[:, 0])
+    assert -1 in table[whole]
+    assert generate(decoder, prompts, max_new_tokens=1)[0].main_adapters is None
+
+
 def test_a_stop_id_ends_a_row_and_not_its_neighbour(decoder):
     prompts = [[1, 2, 3], [4, 5]]
     free = generate(decoder, prompts, max_new_tokens=6)

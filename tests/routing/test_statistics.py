@@ -112,6 +112,17 @@ def test_saved_in_half_precision_the_router_stays(tmp_path):
     np.testing.assert_allclose(a, b, rtol=0.1, atol=0.02)
 
 
+@pytest.mark.parametrize("row", [np.ones(D), np.random.default_rng(3).normal(size=D)])
+def test_tokens_that_are_all_alike_are_refused_when_they_are_saved(tmp_path, row):
+    inputs = np.random.default_rng(0).normal(size=(L, 2, 9, D))
+    inputs[1] = row
+    statistics = RouterStatistics(L, D, num_features=M)
+    statistics.add(inputs, np.ones((2, 9), bool))
+    with pytest.raises(ValueError, match="18 tokens are not saved: in layer 1 features hardly"):
+        save_statistics(statistics, tmp_path, **OF)
+    assert not list(tmp_path.iterdir())
+
+
 def test_statistics_of_another_adapter_or_base_and_damaged_ones_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="came without statistics"):
         load_statistics(tmp_path, **OF)

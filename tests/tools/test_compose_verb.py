@@ -1,6 +1,7 @@
 """statistics and compose: from adapters trained apart to one routed folder, nothing trained."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -8,7 +9,11 @@ import pytest
 
 from molora_jax.adapters import Composition, load_adapter, save_adapter
 from molora_jax.routing import PrototypeRouter, StatisticsRouter
+from molora_jax.routing.metrics import main_adapter
 from molora_jax.routing.statistics_file import STATISTICS_FILE
+from molora_jax.tools import compose_check
+from molora_jax.tools.report import relative_updates
+from molora_jax.training import evaluate, read_windows
 from tests.tools.conftest import BASE, make
 
 TEXTS = {"a": "def f(x): return x", "b": "Once upon a time", "c": "Shall I compare thee"}
@@ -68,6 +73,98 @@ def test_adapters_become_a_composition_that_grows_and_shrinks(tool, shipped, bas
         each.with_name(f"{each.name}.new").rename(each)
     assert "is not the one the router was trained with" in tool(*again, "--out", tmp_path / "x").err
     np.testing.assert_array_equal(back.router.weights[...], two.router.weights[...])
+
+
+def test_it_says_how_large_the_adapters_are_and_warns_of_large_ones(tool, shipped, base, tmp_path):
+    a, b = copied(shipped, tmp_path, "a", "b")
+    result = tool("compose", a, b, "--base", BASE, "--out", tmp_path / "two")
+    adapter, _ = load_adapter(a)
+    updates = relative_updates(adapter, base.decoder).values()
+    values = [value for of_layers in updates for value in of_layers.values()]
+    (row,) = [line.split() for line in result.out.splitlines() if line.startswith("a ")]
+    assert row[3:5] == [f"{np.median(values):.2%}", f"{max(values):.2%}"]
+    large = np.median(values) > compose_check.LARGE
+    assert ("adapter 'a' changes its layers by" in result.err) == large
+    config = json.loads((a / "adapter_config.json").read_text())
+    for alpha in (1e-3, 1e3):
+        (a / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": alpha}))
+        data = ("--data", shipped / "a.jsonl", "--seq_len", 16, "--features", 8, "--overwrite")
+        assert tool("statistics", a, "--base", BASE, *data).code == 0
+        argv = ("compose", a, b, "--base", BASE, "--out", tmp_path / "out", "--overwrite")
+        assert ("adapter 'a' changes its layers by" in tool(*argv).err) == (alpha > 1)
+        # A router of the weights alone reads no statistics.
+        arrow = tool(*argv, "--router", "arrow")
+        assert "adapter 'a' changes" not in arrow.err
+        assert "statistics" not in arrow.out.split("next:")[0]
+
+
+def test_check_measures_whose_tokens_held_out_texts_are(tool, shipped, base, tmp_path):
+    a, b = shipped / "a", shipped / "b"
+    texts = [f"{name}={shipped / name}.jsonl" for name in "ab"]
+    argv = ("compose", a, b, "--base", BASE, "--out", tmp_path / "two", "--overwrite")
+    result = tool(*argv, "--check", *texts)
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    start = next(i for i, line in enumerate(lines) if "by chance 50%" in line)
+    assert re.split("  +", lines[start + 1]) == [
+        "texts of", "tokens", "layer 0", "layer 2", "layer 3", "all layers", "main adapter"
+    ]  # fmt: skip
+    two, last = Composition.load(tmp_path / "two", base), {}
+    for name, line in zip("ab", lines[start + 2 : start + 4], strict=True):
+        windows, _ = read_windows(shipped / f"{name}.jsonl", base.tokenizer, seq_len=128)
+        found = evaluate(base.decoder, windows, **two.routed, return_routing=True)
+        real, slot = np.asarray(windows.mask), two.bank.slot_of(name)
+        ids = found.routing.adapter_ids[..., 0]
+        by_layer = [(of[real] == slot).mean() for of in ids]
+        last[name] = (main_adapter(*(each.reshape(len(ids), -1, 1) for each in (
+            ids, found.routing.gates)))[real.ravel()] == slot).mean()  # fmt: skip
+        wanted = [by_layer[0], by_layer[2], by_layer[3], np.mean(by_layer), last[name]]
+        assert line.split() == [name, str(real.sum()), *(f"{each:.0%}" for each in wanted)]
+        # Warned of exactly where it is at chance.
+        low = min(wanted[1:]) < 0.5 + compose_check.MARGIN
+        assert (f"adapter '{name}' has about as many" in result.err) == low
+    # Texts of the other kind do not go to an adapter.
+    swapped = tool(*argv, "--check", f"a={shipped / 'b'}.jsonl", f"b={shipped / 'a'}.jsonl")
+    assert "of its own tokens as by chance" in swapped.err
+    for wrong, words in (
+        (["a"], "expected NAME=FILE"),
+        ([f"aa={a}.jsonl"], "no adapter is called 'aa'; did you mean 'a'?"),
+        ([f"a={tmp_path}/no.jsonl"], "no file"),
+        ([texts[0], texts[0]], "names 'a' twice"),
+    ):
+        refused = tool(*argv[:-3], "--out", tmp_path / "none", "--check", *wrong)
+        assert (refused.code, words in refused.err) == (2, True), refused.err
+        assert not (tmp_path / "none").exists()
+
+
+def test_statistics_go_to_a_copy_where_the_folder_cannot_be_written(
+    tool, shipped, base, tmp_path, monkeypatch
+):
+    cached = tmp_path / "models--org--a"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text("c0ffee")
+    a = cached / "snapshots" / "c0ffee"
+    shutil.copytree(shipped / "a", a)
+    (a / STATISTICS_FILE).unlink()
+    (cached / "blobs").mkdir()
+    for file in list(a.iterdir()):  # links, as the hub's cache has them
+        file.rename(cached / "blobs" / file.name)
+        file.symlink_to(f"../../blobs/{file.name}")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    data = ("--base", BASE, "--data", shipped / "a.jsonl", "--seq_len", 16, "--features", 8)
+    out = tmp_path / "copy" / "a"
+    result = tool("statistics", "org/a", *data, "--out", out)
+    assert result.code == 0, result.err
+    assert not [path for path in out.iterdir() if path.is_symlink()]
+    assert not (a / STATISTICS_FILE).exists()
+    adapter, _ = load_adapter(out)
+    assert adapter.digest == load_adapter(a)[0].digest
+    assert adapter.statistics.num_features == 8
+    assert "exists already" in tool("statistics", a, *data, "--out", out).err
+    assert "would be overwritten" in tool("statistics", a, *data, "--out", a).err
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    refused = tool("statistics", a, *data)
+    assert (refused.code, "--out DIR writes a copy" in refused.err) == (1, True)
 
 
 def test_without_statistics_only_the_weights_are_left(tool, folders, shipped, base, tmp_path):
@@ -142,6 +239,6 @@ def test_what_makes_no_composition_is_said_before_anything_is_written(
     assert (theirs.read_bytes() == before, linked.is_symlink()) == (True, False)
     assert "4 features" in tool("inspect", other).out
     few = tool(*again, "--features", 63, "--rows", 1, "--overwrite")
-    assert "may be no better than chance" in few.out
+    assert "may be no better than chance" in few.err
     assert tool(*again, "--features", 4, "--overwrite").code == 0
     assert "different numbers of features (a 8, c 4)" in refused(a, other)[1]

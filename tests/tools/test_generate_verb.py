@@ -79,9 +79,15 @@ def test_for_people_arms_are_labelled_and_without_a_terminal_uncoloured(tool, co
     assert result.code == 0, result.err
     heads = [line for line in result.out.splitlines() if line.startswith("== ")]
     assert [head.split()[1] for head in heads] == ["base", "a", "b", "routed"]
-    assert "6 tokens, length" in heads[0]
+    assert "6 tokens, cut at --max_tokens" in heads[0]
     assert "tokens/s" in heads[0]
-    assert "adapters: " in result.out  # the legend of the routed arm
+    # The routed arm says whose each token is, of the prompt too, and the rule.
+    routed = result.out.splitlines()[result.out.splitlines().index(heads[-1]) + 1 :]
+    assert routed[0] == "prompt:"
+    assert "b | abc def" in routed[: routed.index("answer:")]
+    assert "adapters of the prompt: a 0%, b 100%" in routed
+    assert verb.RULE in result.out
+    assert f"next: python -m molora_jax.tools serve --model {BASE}" in routed[-1]
     assert "\x1b" not in result.out
 
 
@@ -120,7 +126,7 @@ def test_an_adapter_that_does_not_fit_is_refused(tool, molora_data, folders):
     folder = molora_data / "adapters" / "open-calm-1b-delta-r1"
     result = tool("generate", "--base", BASE, "--prompt", "x", "--adapter", folders["a"], folder)
     assert result.code == 1
-    assert "refused" in result.err
+    assert "was trained on cyberagent/open-calm-1b and does not fit tiny-random" in result.err
     assert load_adapter(folders["a"])[0].name == "a"
 
 

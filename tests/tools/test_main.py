@@ -8,7 +8,42 @@ import pytest
 
 from molora_jax.tools.arguments import Misuse, named_paths
 
-VERBS = ("inspect", "convert", "merge", "probe", "generate", "serve")
+VERBS = ("inspect", "convert", "merge", "statistics", "compose", "probe", "generate", "serve")
+
+
+def test_messages_and_hints_begin_with_what_was_typed(capsys, folders, tmp_path):
+    from experiments import command
+    from molora_jax.tools.__main__ import main
+
+    pair = ["compose", str(folders["a"]), str(folders["b"]), "--base", "tiny-random", "--out"]
+    for run, prog in ((main, "python -m molora_jax.tools"), (command.main, "molora")):
+        for argv, words in (
+            (["inspect"], "required: path"),
+            (["inspect", "nowhere"], "no adapter at nowhere"),
+            ([*pair, str(tmp_path / "x")], f"`{prog} statistics`"),
+        ):
+            assert run(argv) in (1, 2)
+            said = capsys.readouterr().err.splitlines()[-1]
+            assert said.startswith(f"{prog} {argv[0]}: ")
+            assert words in said
+        with pytest.raises(SystemExit):
+            run(["compose", "--help"])
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: {prog} compose ")
+        assert f"example:\n  {prog} compose out/code" in text
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_groups_defaults_and_an_example(verb, capsys):
+    from molora_jax.tools.__main__ import main
+
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    text = capsys.readouterr().out
+    for part in ("\nwhat:\n", "\nhow:\n", f"\nexample:\n  python -m molora_jax.tools {verb} "):
+        assert part in text
+    assert "default: None" not in text and "default: False" not in text
+    assert ("default: 64" in text) == (verb in ("generate", "statistics", "serve"))
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])

@@ -130,7 +130,7 @@ def test_bad_adapters_are_refused_and_nothing_is_written(tool, folders, base, tm
     # A base of the same sizes and another name is taken, and said.
     result = tool("merge", other, "--base", BASE, "--out", out)
     assert result.code == 0
-    assert "warning: other: trained on org/another" in result.out
+    assert "warning: adapter 'other': trained on org/another" in result.err
 
 
 def test_a_model_that_reads_back_otherwise_is_not_written(tool, folders, tmp_path, monkeypatch):

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from molora_jax.compilations import count_compilations
+from molora_jax.display.progress import Progress
 from molora_jax.training import NonFiniteLossError, TrainConfig, fit
 from molora_jax.training.data import Batch, BatchOrder, make_batch
-from molora_jax.training.progress import Progress
 
 V = 7
 
@@ -165,7 +165,7 @@ def test_batches_of_another_size_are_refused():
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
     for tty in (True, False):
         monkeypatch.setattr(sys.stdout, "isatty", lambda tty=tty: tty)
-        with Progress("toy", 4, start=1, seconds_between=0.0) as progress:
+        with Progress("toy", 4, start=1, lasting=True, seconds_between=0.0) as progress:
             for loss in ("loss 3", "loss 2", "loss 1"):
                 time.sleep(0.01)
                 progress.update(loss)

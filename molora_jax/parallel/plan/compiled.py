@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from molora_jax import parallel
+from molora_jax.display import Table
 from molora_jax.models.config import ModelConfig
 from molora_jax.models.decoder import Decoder
 from molora_jax.parallel import rules
@@ -26,7 +27,6 @@ from molora_jax.parallel.plan.cluster import wire_bytes
 from molora_jax.parallel.plan.hlo import collectives
 from molora_jax.parallel.plan.workload import Workload, base, trees
 from molora_jax.parallel.rules import TOKENS
-from molora_jax.tools.report import table
 from pallas_kernels import deviceless
 
 LAYERS = (2, 3)  # of the decoders that are compiled in place of a deep one
@@ -54,16 +54,17 @@ def compare(name: str, paper: Plan) -> dict[str, Any]:
     return {"model": name, "kind": paper.work.kind, "mesh": shown(paper.sizes), "rows": rows}
 
 
-def compared_text(found: dict[str, Any]) -> str:
+def compared_table(found: dict[str, Any]) -> Table:
     """The comparison as a table."""
-    rows = [[f"{found['model']}, {found['kind']}, {found['mesh']}", "plan", "compiler", "ratio"]]
+    step = f"{found['model']}, {found['kind']}, {found['mesh']}"
+    head, rows = [step, "plan", "compiler", "ratio"], []
     for what, ours, theirs in found["rows"]:
         ratio = f"{ours / theirs:.2f}" if theirs else "-"
         if what.endswith("times") or what == "launches":
             rows.append([what, f"{ours:,.0f}", f"{theirs:,.0f}", ratio])
         else:
             rows.append([f"{what}, MB", f"{ours / 1e6:,.1f}", f"{theirs / 1e6:,.1f}", ratio])
-    return table(rows, indent="")
+    return Table(head, rows, right=head[1:])
 
 
 def counted(paper: Plan) -> dict[str, float | int]:

@@ -4,18 +4,17 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from molora_jax.display import Table
 from molora_jax.parallel.plan.choose import Choice, Plan, shown
 from molora_jax.parallel.plan.traffic import Exchange, by_kind
-from molora_jax.tools.report import table
 
 GIB = 2**30
 
 
-def summary(named: Iterable[tuple[str, Choice]]) -> str:
+def summary(named: Iterable[tuple[str, Choice]]) -> Table:
     """A row for each choice: the mesh, its memory, its time, what it waits for."""
-    rows: list[list[str]] = [
-        ["model", "step", "devices", "mesh", "GiB", "K fits", "ms", "tokens/s", "GB sent", "limit"]
-    ]
+    head = ["model", "step", "devices", "mesh", "GiB", "K fits", "ms", "tokens/s", "GB sent"]
+    rows: list[list[str]] = []
     for name, choice in named:
         best = choice.best
         rows.append(
@@ -32,7 +31,7 @@ def summary(named: Iterable[tuple[str, Choice]]) -> str:
                 limit(choice),
             ]
         )
-    return table(rows, indent="")
+    return Table([*head, "limit"], rows, right={*head} - {"model", "step", "mesh"})
 
 
 def limit(choice: Choice) -> str:
@@ -45,11 +44,11 @@ def limit(choice: Choice) -> str:
     return f"{text}, then HBM capacity" if choice.faster_without_limit else text
 
 
-def details(name: str, choice: Choice, *, runners_up: int = 4) -> str:
-    """All of the chosen plan, and the meshes that come after it."""
+def details(name: str, choice: Choice, *, runners_up: int = 4) -> list[str | Table]:
+    """All of the chosen plan, and the meshes that come after it: texts and tables, in order."""
     best = choice.best
     work, cluster = best.work, best.cluster
-    lines = [
+    parts: list[str | Table] = [
         f"{name}, {work.kind} on {best.devices} × {cluster.device.name}: batch {work.batch}, "
         f"length {work.length}, K {work.num_adapters}, R {work.rank}, top-k {work.top_k}",
         f"mesh {shown(best.sizes)}: {1e3 * best.seconds:.3f} ms a step, "
@@ -58,41 +57,40 @@ def details(name: str, choice: Choice, *, runners_up: int = 4) -> str:
         f"limit: {limit(choice)}",
         "",
         _memory(best),
+        "* within a step; layers and logits are not there together",
         "",
         _parts(best),
     ]
     if best.exchanges:
-        lines += ["", _exchanges(best.exchanges)]
-    lines += ["", "waits for " + ", ".join(f"{k} {1e3 * v:.3f} ms" for k, v in best.limits.items())]
+        parts += ["", _exchanges(best.exchanges)]
+    parts += ["", "waits for " + ", ".join(f"{k} {1e3 * v:.3f} ms" for k, v in best.limits.items())]
     others = choice.plans[1 : 1 + runners_up]
     if (faster := choice.faster_without_limit) is not None and faster not in others:
         others = [*others, faster]
     if others:
-        rows = [["runners-up", "ms", "GiB", "fits"]]
-        rows += [
+        rows = [
             [shown(e.sizes), f"{1e3 * e.seconds:.3f}", f"{e.memory.peak / GIB:.1f}", _yes(e.fits)]
             for e in others
         ]
-        lines += ["", table(rows, indent="")]
-    return "\n".join(lines)
+        parts += ["", Table(["runners-up", "ms", "GiB", "fits"], rows, right=("ms", "GiB"))]
+    return parts
 
 
-def _memory(best: Plan) -> str:
+def _memory(best: Plan) -> Table:
     budget = best.cluster.budget_bytes
-    rows = [["memory of a device", "GiB"]]
-    rows += [[name, f"{size / GIB:.3f}"] for name, size in best.memory.held.items()]
+    rows = [[name, f"{size / GIB:.3f}"] for name, size in best.memory.held.items()]
     rows += [[f"{name} *", f"{size / GIB:.3f}"] for name, size in best.memory.passing.items()]
     rows += [
         ["most at once", f"{best.memory.peak / GIB:.3f}"],
         ["there is", f"{budget / GIB:.3f}"],
         ["adapters that fit", f"{best.slots_that_fit:,}"],
     ]
-    return table(rows, indent="") + "\n* within a step; layers and logits are not there together"
+    return Table(["memory of a device", "GiB"], rows, right=("GiB",))
 
 
-def _parts(best: Plan) -> str:
-    rows = [["computed by a device", "TFLOP", "GB", "launches", "ms", "waits for"]]
-    rows += [
+def _parts(best: Plan) -> Table:
+    numbers = ["TFLOP", "GB", "launches", "ms"]
+    rows = [
         [
             each.name,
             f"{each.products / 1e12:.3f}",
@@ -103,11 +101,12 @@ def _parts(best: Plan) -> str:
         ]
         for each in best.parts
     ]
-    return table(rows, indent="")
+    return Table(["computed by a device", *numbers, "waits for"], rows, right=numbers)
 
 
-def _exchanges(found: list[Exchange]) -> str:
-    rows = [["exchanged", "over", "times", "MB each", "GB sent", "ms", "waits for"]]
+def _exchanges(found: list[Exchange]) -> Table:
+    numbers = ["times", "MB each", "GB sent", "ms"]
+    rows: list[list[str]] = []
     for (kind, axes), group in by_kind(found).items():
         seconds = sum(each.seconds for each in group)
         times = sum(each.times for each in group)
@@ -122,7 +121,7 @@ def _exchanges(found: list[Exchange]) -> str:
              f"{1e3 * e.seconds:.3f}", e.limit]
             for e in group
         ]  # fmt: skip
-    return table(rows, indent="")
+    return Table(["exchanged", "over", *numbers, "waits for"], rows, right=numbers)
 
 
 def _yes(value: bool) -> str:

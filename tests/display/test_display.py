@@ -13,7 +13,7 @@ import pytest
 
 from molora_jax import display
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 NAMES = ["code", "math", "prose"]
 
 
