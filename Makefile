@@ -4,12 +4,14 @@
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-x tests/routing"
 #   FUZZ_INPUTS  how many damaged inputs `make fuzz` tries
 #   KILLS        how many runs `make kill-test` kills
+#   PYTHONS      interpreters that `make wheel` installs for (default: the environment's own)
 #   DEVICELESS_ARGS  what to compile for an H200, e.g. DEVICELESS_ARGS="--num_tokens 1024 --rank 64"
 VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
 FUZZ_INPUTS ?= 100000
 KILLS ?= 20
+PYTHONS ?=
 DEVICELESS_ARGS ?=
 ORACLES := tests/parity/requirements.txt
 NOTEBOOKS := experiments/notebooks
@@ -45,7 +47,7 @@ PARALLEL := -n 2 --dist loadfile --max-worker-restart=0
 # markers of tests that need more than the extra "dev" installs
 NEEDS_MORE := parity or gpu or deviceless
 
-.PHONY: demo test test-long kill-test fuzz parity deviceless notebooks lint format constraints clean
+.PHONY: demo test test-long kill-test fuzz parity deviceless notebooks wheel lint format constraints clean
 
 demo: $(VENV)/.installed
 	$(python) run.py --experiment=compose
@@ -85,6 +87,13 @@ notebooks: $(VENV)/.installed-notebooks
 	  MOLORA_OUT=$(CURDIR)/$(PAGES) $(python) -m nbconvert --execute --to html \
 	    --log-level WARN --ExecutePreprocessor.timeout=3600 $(PAGES)/$$name.ipynb; done
 	@echo "Written to $(PAGES)/*.html"
+
+# Builds dist/ and checks what is in it; then installs the wheel alone into a fresh environment of each
+# interpreter in PYTHONS, and uses `molora` there: make wheel PYTHONS="python3.11 python3.13"
+wheel: $(VENV)/.installed-dev
+	rm -rf dist
+	$(python) -m uv build --quiet --build-constraints constraints.txt --out-dir dist
+	$(python) -m tests.wheel dist $(PYTHONS)
 
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check .

@@ -32,10 +32,8 @@ NOT_RUN = {
     "python -m tests.parallel.memory": "compiles for minutes, on devices of its own",
     "python -m tests.parity.against_peft": "needs torch and peft: `make parity`",
     "python -m venv": "the environment of the person",
-    "python -m zipfile": "needs a wheel that was built",
     "source": "the shell of the person",
     "srun": "needs Slurm",
-    "uv build": "fetches the build's own environment",
 }
 # What stands for a thing of the reader's.
 STANDS_FOR = {"$BASE": "tiny-random", "smollm2-135m": "tiny-random", "BASE": "tiny-random",
