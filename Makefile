@@ -44,16 +44,27 @@ install = $(python) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 # Tests mostly wait for the compiler, which uses one core. A worker that crashes ends the run.
 PARALLEL := -n 2 --dist loadfile --max-worker-restart=0
 
+# What another Python or JAX may change: the maths and its programs, files, processes, command lines.
+# Experiments stand on these; kernels have one contract in many shapes, of which these are some.
+VERSIONED := $(addprefix tests/,adapters generation models parallel routing serving tools training \
+  pallas_kernels/test_kernels.py experiments/test_launcher.py experiments/test_results.py \
+  test_display.py test_public.py test_run.py test_setup.py)
+
 # markers of tests that need more than the extra "dev" installs
 NEEDS_MORE := parity or gpu or deviceless
 
-.PHONY: demo test test-long kill-test fuzz parity deviceless notebooks wheel lint format constraints clean
+.PHONY: demo test test-versioned test-long kill-test fuzz parity deviceless notebooks wheel lint format constraints clean
 
 demo: $(VENV)/.installed
 	$(python) run.py --experiment=compose
 
 test: $(VENV)/.installed-dev
 	$(python) -m pytest $(PARALLEL) -m "not (long or $(NEEDS_MORE))" $(PYTEST_ARGS)
+
+# The part of them for another Python: make test-versioned VENV=.venv-3.13 PYTHON=python3.13
+test-versioned: $(VENV)/.installed-dev
+	$(python) -m pytest $(PARALLEL) -m "not (long or model or browser or $(NEEDS_MORE))" $(VERSIONED) \
+	  $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-dev
 	$(python) -m pytest $(PARALLEL) -m "not ($(NEEDS_MORE))" $(PYTEST_ARGS)
