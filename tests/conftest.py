@@ -57,6 +57,9 @@ def share_programs():
     """
     import jax
 
+    if importlib.util.find_spec("jax_cuda13_plugin"):
+        return  # what is compiled for a GPU is looked at as it comes from the compiler
+
     jax.config.update("jax_compilation_cache_dir", str(COMPILED))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
