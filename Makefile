@@ -96,7 +96,7 @@ notebooks: $(VENV)/.installed-notebooks
 	  name=$$(basename $$file .py); echo "$$name"; \
 	  $(python) -m jupytext --quiet --to ipynb --output $(PAGES)/$$name.ipynb $$file; \
 	  MOLORA_OUT=$(CURDIR)/$(PAGES) $(python) -m nbconvert --execute --to html \
-	    --log-level WARN --KernelManager.transport=ipc --ExecutePreprocessor.timeout=3600 $(PAGES)/$$name.ipynb; done
+	    --log-level WARN --ExecutePreprocessor.timeout=3600 $(PAGES)/$$name.ipynb; done
 	@echo "Written to $(PAGES)/*.html"
 
 # Builds dist/ and checks what is in it; then installs the wheel alone into a fresh environment of each

@@ -17,7 +17,6 @@ from tests.pages import ROOT
 
 # What does not run here, by how it begins, and why; each must still be met.
 NOT_RUN = {
-    "cd": "the folder of the person",
     "curl": "needs the server of the page; tests/serving asks one of the same requests",
     "export": "the shell of the person",
     "git": "the clone of the person",
