@@ -4,12 +4,14 @@
 #   PYTEST_ARGS  more arguments for pytest, e.g. PYTEST_ARGS="-x tests/routing"
 #   FUZZ_INPUTS  how many damaged inputs `make fuzz` tries
 #   KILLS        how many runs `make kill-test` kills
+#   PYTHONS      interpreters that `make wheel` installs for (default: the environment's own)
 #   DEVICELESS_ARGS  what to compile for an H200, e.g. DEVICELESS_ARGS="--num_tokens 1024 --rank 64"
 VENV ?= .venv
 PYTHON ?=
 PYTEST_ARGS ?=
 FUZZ_INPUTS ?= 100000
 KILLS ?= 20
+PYTHONS ?=
 DEVICELESS_ARGS ?=
 ORACLES := tests/parity/requirements.txt
 NOTEBOOKS := experiments/notebooks
@@ -42,16 +44,27 @@ install = $(python) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 # Tests mostly wait for the compiler, which uses one core. A worker that crashes ends the run.
 PARALLEL := -n 2 --dist loadfile --max-worker-restart=0
 
+# What another Python or JAX may change: the maths and its programs, files, processes, command lines.
+# Experiments stand on these; kernels have one contract in many shapes, of which these are some.
+VERSIONED := $(addprefix tests/,adapters generation models parallel routing serving tools training \
+  pallas_kernels/test_kernels.py experiments/test_launcher.py experiments/test_results.py \
+  test_display.py test_public.py test_run.py test_setup.py)
+
 # markers of tests that need more than the extra "dev" installs
 NEEDS_MORE := parity or gpu or deviceless
 
-.PHONY: demo test test-long kill-test fuzz parity deviceless notebooks lint format constraints clean
+.PHONY: demo test test-versioned test-long kill-test fuzz parity deviceless notebooks wheel lint format constraints clean
 
 demo: $(VENV)/.installed
 	$(python) run.py --experiment=compose
 
 test: $(VENV)/.installed-dev
 	$(python) -m pytest $(PARALLEL) -m "not (long or $(NEEDS_MORE))" $(PYTEST_ARGS)
+
+# The part of them for another Python: make test-versioned VENV=.venv-3.13 PYTHON=python3.13
+test-versioned: $(VENV)/.installed-dev
+	$(python) -m pytest $(PARALLEL) -m "not (long or model or browser or $(NEEDS_MORE))" $(VERSIONED) \
+	  $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-dev
 	$(python) -m pytest $(PARALLEL) -m "not ($(NEEDS_MORE))" $(PYTEST_ARGS)
@@ -85,6 +98,13 @@ notebooks: $(VENV)/.installed-notebooks
 	  MOLORA_OUT=$(CURDIR)/$(PAGES) $(python) -m nbconvert --execute --to html \
 	    --log-level WARN --ExecutePreprocessor.timeout=3600 $(PAGES)/$$name.ipynb; done
 	@echo "Written to $(PAGES)/*.html"
+
+# Builds dist/ and checks what is in it; then installs the wheel alone into a fresh environment of each
+# interpreter in PYTHONS, and uses `molora` there: make wheel PYTHONS="python3.11 python3.13"
+wheel: $(VENV)/.installed-dev
+	rm -rf dist
+	$(python) -m uv build --quiet --build-constraints constraints.txt --out-dir dist
+	$(python) -m tests.wheel dist $(PYTHONS)
 
 lint: $(VENV)/.installed-dev
 	$(python) -m ruff check .

@@ -1,19 +1,29 @@
 """Settings and fixtures of every test: CPU by default, shape checks, real data, the real model."""
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
 
 # Read when JAX is imported; a GPU run says JAX_PLATFORMS=cuda.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling takes most of the time of a test of tiny arrays: a third less without LLVM's optimiser.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Compiling takes most of the time of a test of tiny arrays: a third less without LLVM's optimiser,
+# and a third of that with the older writers of loops, which JAX 0.11 has no more. So the oldest JAX
+# is quick, and the newest is tested as users have it.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0"
+    + " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    * importlib.metadata.version("jax").startswith("0.10."),
+)
 
 import pytest
 
+ROOT = pathlib.Path(__file__).parents[1]
+COMPILED = ROOT / ".pytest_cache" / "programs"
 CHECKED_PACKAGES = ["molora_jax", "pallas_kernels"]
-MOST_MAPS = 0  # between modules; a single one needs up to 23,000 more
+MOST_MAPS = 5_000  # between modules; a single one needs up to 23,000 more, and 20,000 held 4 GB
 # What a marked test needs beyond the extra "dev", and the way to have it.
 NEEDED_MODULES = {
     "parity": (("torch", "transformers", "peft"), "tests/parity/requirements.txt"),
@@ -38,6 +48,24 @@ def check_shapes():
     jax.tree_util.register_dataclass = register_unchecked
     jaxtyping.install_import_hook(CHECKED_PACKAGES, "beartype.beartype")
 
+
+def share_programs():
+    """Each program is compiled once for all modules, workers and the next run: half of the time.
+
+    JAX finds it by the program itself, the flags and its own version. Only of this process and not
+    by the environment, because a process that a test kills while it writes leaves half a file.
+    """
+    import jax
+
+    if importlib.util.find_spec("jax_cuda13_plugin"):
+        return  # what is compiled for a GPU is looked at as it comes from the compiler
+
+    jax.config.update("jax_compilation_cache_dir", str(COMPILED))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+share_programs()
 
 # Here and not in a hook of pytest: a folder's own conftest may import the packages before one runs.
 if os.environ.get("MOLORA_SHAPES") != "off":

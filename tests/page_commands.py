@@ -17,7 +17,6 @@ from tests.pages import ROOT
 
 # What does not run here, by how it begins, and why; each must still be met.
 NOT_RUN = {
-    "cd": "the folder of the person",
     "curl": "needs the server of the page; tests/serving asks one of the same requests",
     "export": "the shell of the person",
     "git": "the clone of the person",
@@ -32,10 +31,8 @@ NOT_RUN = {
     "python -m tests.parallel.memory": "compiles for minutes, on devices of its own",
     "python -m tests.parity.against_peft": "needs torch and peft: `make parity`",
     "python -m venv": "the environment of the person",
-    "python -m zipfile": "needs a wheel that was built",
     "source": "the shell of the person",
     "srun": "needs Slurm",
-    "uv build": "fetches the build's own environment",
 }
 # What stands for a thing of the reader's.
 STANDS_FOR = {"$BASE": "tiny-random", "smollm2-135m": "tiny-random", "BASE": "tiny-random",

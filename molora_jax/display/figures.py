@@ -156,10 +156,12 @@ def _picture_class() -> "type[Figure]":
     class Picture(Figure):
         """A Figure that a notebook shows by itself; matplotlib's own needs pyplot for that."""
 
-        def _repr_png_(self) -> bytes:
+        def _repr_png_(self) -> tuple[bytes, dict[str, str]]:
+            """The picture, and its titles for whom a page is read to."""
             content = io.BytesIO()
             self.savefig(content, format="png", dpi=100, facecolor="white")
-            return content.getvalue()
+            titles = [self.get_suptitle(), *(axes.get_title() for axes in self.axes)]
+            return content.getvalue(), {"alt": "; ".join(title for title in titles if title)}
 
     return Picture
 

@@ -56,12 +56,13 @@ def test_a_notebook_runs_and_ends_with_a_picture(name, namespace):
     from matplotlib.image import imread
 
     last = cells(name)[-1].rstrip().splitlines()[-1]
-    picture = imread(io.BytesIO(namespace(name)[last]._repr_png_()))
+    content, beside = namespace(name)[last]._repr_png_()
+    picture = imread(io.BytesIO(content))
     assert min(picture.shape[:2]) > 150
     assert len({tuple(pixel) for row in picture[::3, ::3] for pixel in row}) > 10
     axes = namespace(name)[last].axes[0]
     assert axes.images or axes.lines
-    assert axes.get_title() or namespace(name)[last].get_suptitle()
+    assert (axes.get_title() or namespace(name)[last].get_suptitle()) in beside["alt"] != ""
 
 
 @pytest.mark.parametrize("name", ORDER)

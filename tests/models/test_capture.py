@@ -1,5 +1,6 @@
 """The decoder compiled for a GPU without one: a step is one CUDA graph that copies nothing."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,8 +13,8 @@ from molora_jax.adapters import Adapter, AdapterBank, AdapterStack
 from molora_jax.adapters.names import module_name
 from molora_jax.models.config import ModelConfig
 from molora_jax.models.decoder import Decoder, KVCache
-from molora_jax.models.tiny import tiny_arrays, tiny_config
-from molora_jax.models.weights import array_shapes
+from molora_jax.models.tiny import tiny_config
+from molora_jax.models.weights import array_shapes, random_arrays
 from molora_jax.routing import LearnedRouter
 from pallas_kernels import deviceless
 
@@ -218,8 +219,8 @@ def test_loading_an_adapter_changes_no_program():
 
 @pytest.mark.parametrize("routed", [False, True])
 def test_unstacked_layers_compute_the_same(routed):
-    config = tiny_config()
-    stacked = Decoder(config, tiny_arrays())
+    config = dataclasses.replace(tiny_config(), num_layers=2)
+    stacked = Decoder(config, random_arrays(config, seed=0))
     decoder = stacked.unstacked()
     assert decoder.unstacked() is decoder
     rng = np.random.default_rng(0)

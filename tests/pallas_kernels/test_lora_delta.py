@@ -201,7 +201,9 @@ def test_weights_that_are_not_finite_stay_with_their_tokens(strategy, name):
 
 
 @pytest.mark.parametrize("strategy", ["all_slots", "grouped", "bgmv", *KERNELS])
-@pytest.mark.parametrize("name", ["odd", "many_slots", "dense", "every_slot"])
+@pytest.mark.parametrize(
+    "name", ["odd", "many_slots", "dense", pytest.param("every_slot", marks=pytest.mark.long)]
+)
 def test_gradients_equal_those_of_the_reference(strategy, name):
     size = SMALL[name]
     case = make_case(size)
