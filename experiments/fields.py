@@ -3,16 +3,13 @@
 import dataclasses
 import fnmatch
 import inspect
-import itertools
 import re
-import shutil
-import sys
-import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import field_types
+from molora_jax import display
 
 LONGEST_VALUE = 48  # letters of a value that are shown
 
@@ -52,34 +49,16 @@ def _entries(doc: str, names: Sequence[str]) -> dict[str, str]:
     return by_pattern | by_name
 
 
-def rows(config_type: type, values: Mapping[str, Any]) -> list[list[str]]:
-    """A row a field: its name, type, value and what it is."""
+def table(config_type: type, values: Mapping[str, Any], *, title: str) -> display.Table:
+    """A row a field, those of the experiment's own first: name, type, value and what it is."""
     hints, texts = typing.get_type_hints(config_type), described(config_type)
-    found = []
-    for field in dataclasses.fields(config_type):
+    by_name = {field.name: field for field in dataclasses.fields(config_type)}
+    own = {name: by_name[name] for name in inspect.get_annotations(config_type)}
+    rows = []
+    for field in (own | by_name).values():
         value = field_types.shown(values[field.name])
         if len(value) > LONGEST_VALUE:
             value = f"{value[: LONGEST_VALUE - 1]}…"
         kind = field_types.kind(hints[field.name], field).removeprefix("a ")
-        found.append([field.name, kind, value, texts.get(field.name, "")])
-    return found
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """The rows under a header: as wide as the terminal, and a row a line where there is none."""
-    rows = [["field", "type", "value", "what it is"], *rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if sys.stdout.isatty():
-        room = shutil.get_terminal_size().columns - widths[0] - 2 * (len(widths) - 1)
-        kind = min(widths[1], max(12, room // 5))
-        value = min(widths[2], max(12, room // 4))
-        widths[1:] = [kind, value, max(20, room - kind - value)]
-    lines = []
-    for row in rows:
-        cells = [
-            textwrap.wrap(*each, break_on_hyphens=False) or [""]
-            for each in zip(row, widths, strict=True)
-        ]
-        for parts in itertools.zip_longest(*cells, fillvalue=""):
-            lines.append("  ".join(map(str.ljust, parts, widths)).rstrip())
-    return "\n".join(lines)
+        rows.append([field.name, kind, value, texts.get(field.name, "")])
+    return display.Table(["field", "type", "value", "what it is"], rows, title=title)

@@ -123,9 +123,12 @@ def _known_fields() -> set[str]:
     return {name for each in modules for name in field_names.names(each)} | set(USUAL_NAMES)
 
 
-def _print(text: str) -> None:
+def _print(what: Any) -> None:
+    """A text or a table, as display.show has it."""
+    from molora_jax import display
+
     try:
-        print(text, flush=True)
+        display.show(what)
     except BrokenPipeError:  # `| head` has read enough; Python would complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -153,7 +156,7 @@ def main(
     given = argv[1:]
     _log_plainly()
     if _LIST.value:
-        _print("\n".join(registry.lines(entries)))
+        _print(registry.table(entries))
         return 0
     name = _EXPERIMENT.value
     if name not in entries:
@@ -229,8 +232,8 @@ def _show_fields(name: str, module: Any, configs: pathlib.Path, given: Sequence[
     from experiments import fields
 
     values = values_of(name, module, configs=configs, given=given)
-    title = f"Settings of {name} at scale {_SCALE.value}, each written field=value:\n"
-    _print(f"{title}\n{fields.table(fields.rows(module.Config, values))}")
+    title = f"Settings of {name} at scale {_SCALE.value}, each written field=value"
+    _print(fields.table(module.Config, values, title=title))
     return 0
 
 

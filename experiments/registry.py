@@ -344,19 +344,20 @@ def fit(value: typing.Any, hint: typing.Any) -> typing.Any:
     return value
 
 
-def lines(registry: Mapping[str, Experiment] = EXPERIMENTS) -> list[str]:
-    """What `--list` prints: name, paper tables, summary, and the module that bindings name.
+def table(registry: Mapping[str, Experiment] = EXPERIMENTS) -> typing.Any:
+    """What `--list` prints: name, the paper's tables, what it answers, and the module of bindings.
 
     The last is left out where it is the experiment's own name: `kernel_passes.Config.rank = 4`, but
     `compose.Config.rank = 4`.
     """
+    from molora_jax import display
+
     rows = []
     for name, entry in registry.items():
         module = entry.module.rpartition(".")[2]
         text = entry.summary + (f" ({module})" if module != name else "")
-        rows.append((name, entry.tables or "-", text))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return [f"{name:<{widths[0]}}  {tables:<{widths[1]}}  {text}" for name, tables, text in rows]
+        rows.append([name, entry.tables or "–", text])
+    return display.Table(["experiment", "paper", "what it answers"], rows)
 
 
 def product(sweeps: Iterable[list[str]]) -> list[str]:

@@ -120,8 +120,8 @@ def anchors(page: pathlib.Path) -> set[str]:
 
 def links(page: pathlib.Path) -> list[str]:
     """Targets of its links and pictures that are not on the network."""
-    found = re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(page)))
-    return [each for each in found if "://" not in each]
+    found = re.findall(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"", FENCE.sub("", text_of(page)))
+    return [each for pair in found for each in pair if each and "://" not in each]
 
 
 def imports(code: str) -> list[tuple[str, str | None]]:

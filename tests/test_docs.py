@@ -233,6 +233,11 @@ def test_messages_are_quoted_as_the_code_says_them():
     assert [quote for quote in quotes if not any(quote in each for each in known)] == []
 
 
+def test_the_page_of_public_names_is_up_to_date():
+    reference = module_of("reference")
+    assert reference.page() == text_of(reference.PAGE), "run python docs/reference.py"
+
+
 def test_the_table_of_experiments_is_up_to_date():
     tables = module_of("tables")
     page = text_of(tables.PAGE)

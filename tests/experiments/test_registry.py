@@ -63,7 +63,6 @@ def test_product_of_sweeps():
 
 
 def test_every_entry_names_a_module_and_fits_a_line():
-    for line in registry.lines():
-        assert len(line) <= 120
+    assert max(map(len, str(registry.table()).splitlines())) <= 120
     for entry in registry.EXPERIMENTS.values():
         assert entry.load().__doc__

@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from experiments import field_names, fields, gin_files, registry, results, settings
+from experiments import field_names, fields, gin_files, registry, results, settings, train_adapter
 from experiments import main as command_line
 from experiments.registry import Misuse, place, texts
 from tests.experiments import toy
@@ -210,7 +210,7 @@ def test_every_field_has_a_type_in_words_an_example_and_a_description(name):
     values, hints = registry.defaults(module.Config), typing.get_type_hints(module.Config)
     assert [name for name in values if not described.get(name)] == []
     assert set(field_names.names(module.__name__)) == set(values)
-    for name, _, _, text in fields.rows(module.Config, values):
+    for name, _, _, text in fields.table(module.Config, values, title="").rows:
         assert text == described[name]
         given = values[name]
         words = settings.written(module, name, given)
@@ -288,12 +288,13 @@ def test_one_text_and_a_list_of_it_are_the_same_analysis(tmp_path):
     assert word == "texts=a, b" and read(word, module=analyse) == {"texts": ("a, b",)}
 
 
-def test_the_table_of_fields_is_a_row_a_line_in_a_log_and_as_wide_as_a_terminal(monkeypatch):
-    rows = [["rate", "number", "0.5", "how fast, and " * 9], ["a" * 12, "text", "b" * 60, "short"]]
-    lines = fields.table(rows).splitlines()
-    assert len(lines) == 3 and lines[1].startswith("rate          number  0.5")
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "80")
-    lines = fields.table(rows).splitlines()
-    assert max(map(len, lines)) <= 80 and len(lines) > 5
-    assert lines[1].split()[0] == "rate" and lines[2].startswith(" " * 12)
+def test_the_table_of_fields_is_a_row_a_field_those_of_the_experiment_first():
+    values = registry.defaults(train_adapter.Config) | {"data": "d" * 80}
+    table = fields.table(train_adapter.Config, values, title="Settings")
+    names = [row[0] for row in table.rows]
+    assert names[0] == "base" and set(names) == set(values) and names.index("lr") > 8
+    title, header, first, *_ = str(table).splitlines()
+    assert title == "Settings" and header.split() == ["field", "type", "value", "what", "it", "is"]
+    assert first.startswith("base ") and "smollm2-135m" in first
+    (data,) = [row for row in table.rows if row[0] == "data"]
+    assert data[2].endswith("d…") and len(data[2]) == fields.LONGEST_VALUE
