@@ -8,6 +8,7 @@ most four PNGs of under 150 KB; RESULTS/README.md says what each is and the comm
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import io
 import pathlib
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from experiments import artifacts, registry
+from experiments import artifacts, gin_files, registry, settings
 from experiments.run_folder import markdown, read_result, show
 
 SCALES = ("tiny", "cpu", "paper")  # the last tells most
@@ -56,10 +57,18 @@ class FoundRun:
 
     @property
     def command(self) -> str:
-        return (
-            f"python run.py --experiment={self.experiment} --scale={self.scale} "
-            f"--seed={self.result['seed']}"
-        )
+        """What makes it again: its settings; or its config.gin, where it needs a place, which that
+        leaves out, or where its fields are no longer the experiment's."""
+        name, scale = self.experiment, self.scale
+        if name in registry.EXPERIMENTS:
+            module = registry.EXPERIMENTS[name].load()
+            with contextlib.suppress(ValueError):
+                own = gin_files.own_values(name, module, scale, lenient=True)
+                values = gin_files.bindings(module, files=[self.path / "config.gin"])
+                return settings.command(
+                    name, module.Config(**values), own, module=module, scale=scale
+                )
+        return f"molora run --experiment={name} --gin_file=config.gin"
 
     def value(self, field: str) -> Any:
         """A field of its config, None where there is none."""

@@ -86,7 +86,7 @@ def test_every_table_stands_in_order_with_ours_beside_the_papers(tmp_path, workd
     # At scale tiny no claim has a verdict, whatever was said.
     assert "| table17.documents | 0.983 | 0.5 | not said here | tiny sizes" in of_17
     assert "compose: scale cpu" in of_17 and "table17: scale tiny" in of_17
-    assert "`python run.py --experiment=compose --scale=cpu --seed=0`" in of_17
+    assert "`molora run --experiment=compose --gin_file=config.gin`" in of_17  # of other fields
     assert "no GPU" in section(report, "Tab 3")
     assert "Missing: table4 (not run)" in section(report, "Tab 4")  # a failed run is none
     assert "no experiment answers this one" in section(report, "Tab 12")
@@ -191,7 +191,7 @@ def test_results_hold_small_files_and_no_place_of_this_machine(tmp_path, workdir
     assert "toy.Config.steps = 3" in config and "private" not in config
     assert files["result.json"].read_text() == (run / "result.json").read_text()
     readme = (out / "README.md").read_text()
-    assert "\npython run.py --experiment=compose --scale=cpu --seed=0\n" in readme
+    assert "\nmolora run --experiment=compose\n" in readme, readme[:900]
     assert "| Tab 17 | cpu |" in readme and '<img src="compose/layers.png"' in readme
     claims = json.loads(files["result.json"].read_text())["claims"]
     assert claims and all(f"| `{claim['id']}` | {claim['ours']:.4g}" in readme for claim in claims)
