@@ -47,7 +47,7 @@ PARALLEL := -n 2 --dist loadfile --max-worker-restart=0
 # What another Python or JAX may change: the maths and its programs, files, processes, command lines.
 # Experiments stand on these; kernels have one contract in many shapes, of which these are some.
 VERSIONED := $(addprefix tests/,adapters display generation models parallel routing serving tools training \
-  pallas_kernels/test_kernels.py experiments/test_launcher.py experiments/test_results.py \
+  pallas_kernels/test_kernels.py experiments/test_launcher.py experiments/test_results.py experiments/test_settings.py \
   test_public.py test_run.py test_setup.py)
 
 # markers of tests that need more than the extra "dev" installs

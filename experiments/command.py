@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb == "plan":
         from molora_jax.parallel.__main__ import main as plan
 
-        return plan(["--plan", *rest])
+        return plan(["--plan", *rest], prog="molora plan")
     if verb == "results":
         from experiments import comparison
 

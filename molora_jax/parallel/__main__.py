@@ -26,16 +26,19 @@ DEFAULTS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a plan, or a table of plans, and returns the exit code."""
+MODULE = "python -m molora_jax.parallel"
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = MODULE) -> int:
+    """Prints a plan, or a table of plans, and returns the exit code. `prog` is what was typed."""
     try:
-        options = _parse(sys.argv[1:] if argv is None else argv)
+        options = _parse(sys.argv[1:] if argv is None else argv, prog)
         # Shapes are all that is looked at; JAX is asked for nothing else.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         logging.getLogger("jax").setLevel(logging.ERROR)
         parts = _run(options)
     except (Misuse, ValueError, OSError, NotImplementedError) as error:
-        fail("molora_jax.parallel", " ".join(str(error).split()))
+        fail(prog, " ".join(str(error).split()))
         return 2
     try:
         show(*parts)
@@ -44,15 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    installed = pathlib.Path(sys.argv[0]).stem == "molora"
+def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     parser = Parser(
-        prog="molora plan" if installed else "python -m molora_jax.parallel",
+        prog=prog,
         description="Memory, time and traffic of a step on H200s, by count; no device is used. "
         "One model, number of devices and step are explained in full, more as a table.",
     )
-    parser.add_argument("--plan", action="store_true", required=True,
-                        help=argparse.SUPPRESS if installed else "what is printed")  # fmt: skip
+    said = "what is printed" if prog == MODULE else argparse.SUPPRESS
+    parser.add_argument("--plan", action="store_true", required=True, help=said)
     parser.add_argument("--model", nargs="+", metavar="NAME", help="qwen3-1.7b, -4b, -8b, -32b, or "
                         "a config.json; default: the four")  # fmt: skip
     parser.add_argument("--devices", nargs="+", type=int, metavar="N", default=None,
