@@ -247,7 +247,7 @@ def _log_plainly() -> None:
         handler.setFormatter(absl_logging.PythonFormatter())
     else:
         handler.setFormatter(_Plain())
-        logging.getLogger("absl").addFilter(_worth_reading)
+        handler.addFilter(_worth_reading)
 
 
 class _Plain(logging.Formatter):

@@ -74,6 +74,8 @@ def test_list_and_help_import_nothing_heavy():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     names = list(registry.EXPERIMENTS)
+    header, *lines = lines
+    assert header.split()[:2] == ["experiment", "paper"]
     assert [line.split()[0] for line in lines[: len(names)]] == names
     assert lines[len(names)].startswith("usage: ") and "Sweeps" in lines
     assert any(line.startswith("compose ") and "Tab 15" in line for line in lines)
