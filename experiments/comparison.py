@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import fnmatch
 import io
+import itertools
 import pathlib
 import re
 import statistics
@@ -22,10 +23,13 @@ from experiments import artifacts, registry
 from experiments.entries import DIGEST, Entry, find, read
 from experiments.run_folder import markdown, show
 from molora_jax import display
+from molora_jax.display import terminal
 from molora_jax.tools.arguments import Parser
 
 PROG = "python -m experiments.results"
-SHOWN_METRICS = 8  # columns of the printed table; the CSV has them all
+SHOWN_METRICS = 8  # columns of the table in a file; the CSV has them all
+GAP = 2  # letters between two columns on a terminal
+LISTED = 12  # metrics that a message names
 # Words of a metric's name that say which way is better.
 LOWER = {"loss", "nll", "nats", "perplexity", "ppl", "ms", "us", "seconds", "latency", "time"}
 LOWER |= {"regret", "overhead", "error", "errors"}
@@ -42,6 +46,7 @@ class Comparison:
     by       that metric, or a pattern of several whose mean it is; "" where none is known
     lower    whether the lower is the better
     apart    those that did not finish, or cannot be read
+    chosen   the metrics asked for; without them a table has the first of all
     """
 
     experiment: str
@@ -50,16 +55,34 @@ class Comparison:
     by: str
     lower: bool
     apart: list[Entry]
+    chosen: tuple[str, ...] = ()
 
     def metrics(self) -> list[str]:
-        """Every metric's name, those that the order goes by first."""
-        names = list(dict.fromkeys(name for entry in self.runs for name in entry.metrics))
-        first = matching(names, self.by)
-        return [*first, *(name for name in names if name not in first)]
+        """The chosen metrics; else every one: what the order goes by, then what can be ordered."""
+        if self.chosen:
+            return list(self.chosen)
+        names = metrics_of(self.runs)
+        told = [name for name in names if direction_of(name)]
+        return list(dict.fromkeys([*matching(names, self.by), *told, *names]))
 
-    def markdown(self) -> str:
-        """The table, what its order is, and the runs that are not in it."""
-        shown = self.metrics()[:SHOWN_METRICS]
+    def shown(self, width: int | None = None) -> list[str]:
+        """The metrics of a table: as many as fit into `width` letters, at least one."""
+        metrics = self.metrics()
+        if width is None:
+            return metrics if self.chosen else metrics[:SHOWN_METRICS]
+        head = [["run", *(entry.path.name for entry in self.runs)]]
+        head += [[n, *(_cell(entry.show(n)) for entry in self.runs)] for n in self.names]
+        columns = [[n, *(show(entry.metrics.get(n)) for entry in self.runs)] for n in metrics]
+        ends = itertools.accumulate(max(map(len, each)) + GAP for each in [*head, *columns])
+        fitting = sum(end - GAP <= width for end in ends) - len(head)
+        return metrics[: max(1, fitting)]
+
+    def markdown(self, width: int | None = None) -> str:
+        """The table, what its order is, and the runs that are not in it.
+
+        width  letters that a terminal has for a line
+        """
+        shown = self.shown(width)
         rows = [
             [entry.path.name]
             + [_cell(entry.show(name)) for name in self.names]
@@ -75,12 +98,19 @@ class Comparison:
         elif len(rows) > 1:
             notes.append("In the order given: --by=METRIC puts the best first.")
         if more := len(self.metrics()) - len(shown):
-            notes.append(f"{more} more metrics are in the CSV.")
+            notes.append(f"{more} more: --metrics or --csv.")
         text += "\n" + " ".join(notes) + "\n" if notes else ""
         if self.apart:
             text += f"\nNot in the table, {len(self.apart)}:\n\n"
             text += "".join(f"- {entry.path}: {entry.problem}\n" for entry in self.apart)
         return text
+
+    def print(self) -> None:
+        """Prints it: on a terminal as wide as that is, elsewhere as Markdown."""
+        width = None
+        if terminal.is_terminal(sys.stdout):
+            width = terminal.console(sys.stdout).width
+        display.show_report(f"# {self.experiment}\n\n{self.markdown(width).rstrip()}")
 
     def __str__(self) -> str:
         return self.markdown()
@@ -88,7 +118,7 @@ class Comparison:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        shown = self.metrics()[:SHOWN_METRICS]
+        shown = self.shown()
         rows = [
             [entry.path.name, *(_cell(entry.show(name)) for name in self.names)]
             + [entry.metrics.get(name) for name in shown]
@@ -99,7 +129,7 @@ class Comparison:
         )._repr_html_()
 
     def csv(self) -> str:
-        """Every run, unfinished ones too, with its folder and all its metrics, unrounded."""
+        """Every run, unfinished ones too, with its folder and its metrics, unrounded."""
         metrics = self.metrics()
         lines = io.StringIO()
         writer = csv.writer(lines, lineterminator="\n")
@@ -145,7 +175,9 @@ class Comparison:
         return f"Written to {folder}: table.md, table.csv" + (", table.png" if figure else "")
 
 
-def compare(entries: Iterable[Entry], *, by: str = "", order: str = "") -> Comparison:
+def compare(
+    entries: Iterable[Entry], *, by: str = "", order: str = "", metrics: Sequence[str] = ()
+) -> Comparison:
     """The comparison of runs of one experiment.
 
     Args:
@@ -153,6 +185,7 @@ def compare(entries: Iterable[Entry], *, by: str = "", order: str = "") -> Compa
         one it is the experiment's own (`registry.Experiment.best`), else the first metric that
         differs and whose name says which way is better.
       order: "higher" or "lower" is better; without it the metric's name decides.
+      metrics: names or patterns of the ones to show, in this order; without them as many as fit.
 
     Raises:
       ValueError: no run has such a metric, or its name does not tell the order.
@@ -166,15 +199,17 @@ def compare(entries: Iterable[Entry], *, by: str = "", order: str = "") -> Compa
     runs = [entry for entry in entries if not entry.problem]
     known = registry.EXPERIMENTS.get(experiment)
     best = known.best if known else None
-    metrics = list(dict.fromkeys(name for entry in runs for name in entry.metrics))
+    known_metrics = metrics_of(runs)
     if order and not by:
         raise ValueError(f"--order={order} is of a metric: name it with --by=METRIC")
-    if by and runs and not matching(metrics, by):
-        near = registry.nearest(by, metrics)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"--by={by}: no run of {experiment} has such a metric{hint}")
+    for option, name in [("--by", by)] * bool(by) + [("--metrics", each) for each in metrics]:
+        if runs and not matching(known_metrics, name):
+            raise ValueError(
+                f"{option}={name}: no run of {experiment} has such a metric"
+                f"{_known(name, known_metrics)}"
+            )
     if not by:
-        by, order = _default(runs, metrics, best)
+        by, order = _default(runs, known_metrics, best)
     direction = order or direction_of(by) or (best[1] if best and best[0] == by else "")
     if by and not direction:
         raise ValueError(
@@ -191,7 +226,13 @@ def compare(entries: Iterable[Entry], *, by: str = "", order: str = "") -> Compa
         by=by,
         lower=lower,
         apart=[entry for entry in entries if entry.problem],
+        chosen=tuple(dict.fromkeys(n for each in metrics for n in matching(known_metrics, each))),
     )
+
+
+def metrics_of(runs: Iterable[Entry]) -> list[str]:
+    """Every metric's name, each once."""
+    return list(dict.fromkeys(name for entry in runs for name in entry.metrics))
 
 
 def matching(metrics: Iterable[str], by: str) -> list[str]:
@@ -209,6 +250,8 @@ def score(entry: Entry, by: str) -> float | None:
 
 def direction_of(metric: str) -> str:
     """ "higher" or "lower", where a word of the metric's name says which is better, else ""."""
+    if metric.endswith("/spread"):  # a deviation, of whatever
+        return ""
     words = _words(metric)
     lower, higher = bool(words & LOWER), bool(words & HIGHER)
     return "" if lower == higher else "lower" if lower else "higher"
@@ -238,6 +281,14 @@ def _default(runs, metrics, best) -> tuple[str, str]:
 
 def _rank(value: float | None, lower: bool) -> tuple[bool, float]:
     return value is None, 0.0 if value is None else value if lower else -value
+
+
+def _known(name: str, metrics: Sequence[str]) -> str:
+    """The end of a message about an unknown metric: the nearest, or else all that there are."""
+    if near := registry.nearest(name, metrics) or [each for each in metrics if name in each][:3]:
+        return f"; did you mean {' or '.join(near)}?"
+    more = f" and {len(metrics) - LISTED} more (--csv)" if len(metrics) > LISTED else ""
+    return f"; there are {', '.join(metrics[:LISTED]) or 'none'}{more}"
 
 
 def _many(by: str) -> bool:
@@ -279,7 +330,9 @@ def _asked(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help="best first by it, or by the mean of 'routed/*'; default: its own")  # fmt: skip
     add("--order", default="", choices=("higher", "lower"),
         help="which is better, where the metric's name does not say")  # fmt: skip
-    add("--csv", action="store_true", help="print CSV: every metric, unrounded")
+    add("--metrics", nargs="+", action="extend", default=[], metavar="METRIC",
+        help="show these, or those that match 'routed/*'; default: as many as fit")  # fmt: skip
+    add("--csv", action="store_true", help="print CSV: every metric (or --metrics), unrounded")
     add("--out", type=pathlib.Path, metavar="FOLDER",
         help="also write table.md, table.csv and table.png there")  # fmt: skip
     parser.refuse_unknown(arguments)
@@ -294,9 +347,13 @@ def _compared(asked: argparse.Namespace) -> int:
     if asked.csv and len(groups) > 1:
         kinds = ", ".join(f"{len(runs)} of {name}" for name, runs in groups.items())
         raise ValueError(f"--csv is one table, and these are runs {kinds}: name those of one")
-    compared = [compare(runs, by=asked.by, order=asked.order) for runs in groups.values()]
+    options = {"by": asked.by, "order": asked.order, "metrics": asked.metrics}
+    compared = [compare(runs, **options) for runs in groups.values()]
     for each in compared:
-        print(each.csv() if asked.csv else f"# {each.experiment}\n\n{each.markdown()}", end="")
+        if asked.csv:
+            print(each.csv(), end="")
+        else:
+            each.print()
         if asked.out:
             folder = asked.out if len(groups) == 1 else asked.out / each.experiment
             print(each.write(folder), file=sys.stderr)

@@ -29,14 +29,14 @@ def summary(points: Sequence[Point], outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def closing(
+def show_end(
     name: str,
     points: Sequence[Point],
     outcomes: Sequence[Outcome],
     *,
     folder: pathlib.Path,
-) -> str:
-    """The sweep's table, written into `folder`, and its summary."""
+) -> None:
+    """Prints the sweep's table, which is also written into `folder`, and its summary."""
     found = []
     for point, outcome in zip(points, outcomes, strict=True):
         entry = entries.read(point.path, experiment=name)
@@ -49,4 +49,5 @@ def closing(
         written = compared.write(folder)
     except OSError as error:
         written = f"The table could not be written: {error}"
-    return f"{compared.markdown()}\n{written}\n\n{summary(points, outcomes)}"
+    compared.print()
+    print(f"\n{written}\n\n{summary(points, outcomes)}", flush=True)

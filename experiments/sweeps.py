@@ -220,7 +220,7 @@ def run(
 
     make_workdir(pathlib.Path(values.workdir))
     outcomes = launcher.launch(planned, pool, finished=finished, retries=values.retries)
-    print(sweep_report.closing(name, planned, outcomes, folder=folder))
+    sweep_report.show_end(name, planned, outcomes, folder=folder)
     return 0 if all(outcome.status in ("found", "done") for outcome in outcomes) else 1
 
 

@@ -109,6 +109,8 @@ class _Table(TableElement):
             return
         header = [each.content for each in self.header.row.cells]
         rows = [[e.content for e in row.cells] for row in (self.body.rows if self.body else [])]
+        for cell in (cell for row in [header, *rows] for cell in row):
+            cell.justify = None  # the column's; rich sets "default", which is to the left
         right = [
             all(_NUMBER.fullmatch(each.plain) for each in column)
             for column in zip(*rows, strict=True)

@@ -4,6 +4,7 @@ import csv
 import fcntl
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -63,6 +64,49 @@ def test_only_what_differs_is_a_column_and_the_best_is_first(tmp_path):
         compared(tmp_path, by="acuracy")
     with pytest.raises(ValueError, match="name it with --by"):
         compared(tmp_path, order="lower")
+
+
+def test_what_a_name_tells_comes_first_and_metrics_can_be_chosen(tmp_path):
+    metrics = {f"share/{n}": n / 7 for n in range(20)} | {"loss/spread": 1.0, "routed/loss": 2.0}
+    write_run(tmp_path, "a", metrics=metrics)
+    table = compared(tmp_path, by="share/3", order="higher")
+    assert table.metrics()[:3] == ["share/3", "routed/loss", "share/0"]
+    assert len(table.shown()) == comparison.SHOWN_METRICS
+    assert "14 more: --metrics or --csv." in table.markdown()
+    for width, most in ((1, 1), (25, 2), (1000, 22)):
+        shown = table.shown(width)
+        assert len(shown) == most
+        line = table.markdown(width).splitlines()[0]
+        assert width == 1 or len(line.replace(" | ", "  ").strip("| ")) <= width
+    chosen = compared(tmp_path, metrics=["loss/*", "share/1*", "share/1"])
+    assert chosen.metrics()[:3] == ["loss/spread", "share/1", "share/10"]
+    assert chosen.metrics().count("share/1") == 1
+    assert "more" not in chosen.markdown()
+    header = next(csv.reader(io.StringIO(chosen.csv())))
+    assert header == ["run", "status", *chosen.metrics()]
+    with pytest.raises(ValueError, match=r"--metrics=routed: .*did you mean routed/loss"):
+        compared(tmp_path, metrics=["routed"])
+    with pytest.raises(ValueError, match=r"--by=zz: .*; there are share/0, .* and 10 more"):
+        compared(tmp_path, by="zz")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_a_terminal_shows_as_many_metrics_as_it_has_room_for(
+    tmp_path, capsys, monkeypatch, columns
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name in ("a", "b"):
+        write_run(tmp_path, name, metrics={f"a_metric_of/{n:02}": n / 3 for n in range(30)})
+    assert comparison.main([str(tmp_path)]) == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "|" not in text and text.startswith("toy")
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= columns
+    fitting = (columns - 3) // 16
+    assert f"{30 - fitting} more: --metrics or --csv." in " ".join(text.split())
+    assert f"a_metric_of/{fitting - 1:02}" in text and f"a_metric_of/{fitting:02}" not in text
+    assert re.search(r"^a {17}0 ", text, re.MULTILINE)  # to the right
 
 
 def test_a_place_counts_by_what_lies_there(tmp_path):

@@ -86,7 +86,7 @@ def tries_of(point) -> int:
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def test_twelve_runs_survive_two_killed_workers(tmp_path):
+def test_twelve_runs_survive_two_killed_workers(tmp_path, capsys):
     points = plan(tmp_path, [["hang", "done"] if n in (2, 7) else ["done"] for n in range(12)])
     killers = kill([points[2], points[7]])
     outcomes, _ = launch(points, pool=pool_of(room=3))
@@ -96,7 +96,8 @@ def test_twelve_runs_survive_two_killed_workers(tmp_path):
     assert [each.reasons for each in outcomes] == [
         ["killed by SIGKILL"] if n in (2, 7) else [] for n in range(12)
     ]
-    text = sweep_report.closing("light", points, outcomes, folder=tmp_path / "sweep")
+    sweep_report.show_end("light", points, outcomes, folder=tmp_path / "sweep")
+    text = capsys.readouterr().out
     assert "12 of 12 points have a result (0 found)" in text
     assert "tried again: run07 n = 7: killed by SIGKILL" in text
     assert len((tmp_path / "sweep" / "table.csv").read_text().splitlines()) == 13
@@ -238,7 +239,7 @@ def test_a_run_that_another_process_took_meanwhile_is_no_failure(tmp_path, monke
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_ctrl_c_ends_the_workers_and_says_how_to_go_on(tmp_path):
+def test_ctrl_c_ends_the_workers_and_says_how_to_go_on(tmp_path, capsys):
     points = plan(tmp_path, [["done"], ["hang", "done"], ["deaf", "done"], ["done"]])
     hanging = [points[n].path / "hanging" for n in (1, 2)]
     before = signal.getsignal(signal.SIGINT)
@@ -256,7 +257,8 @@ def test_ctrl_c_ends_the_workers_and_says_how_to_go_on(tmp_path):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
     assert entries.read(points[1].path).problem == "stopped"
     assert entries.read(points[2].path).problem == "was killed"
-    text = sweep_report.closing("light", points, outcomes, folder=tmp_path / "sweep")
+    sweep_report.show_end("light", points, outcomes, folder=tmp_path / "sweep")
+    text = capsys.readouterr().out
     assert "1 of 4 points have a result" in text
     assert "3 not run to the end: the same command goes on with them" in text
     assert f"- {points[3].path}: not started" in text

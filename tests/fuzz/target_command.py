@@ -354,7 +354,7 @@ def _check_arguments(arguments: list[str], folder: Path) -> bool:
         contextlib.chdir(folder),
         mock.patch("experiments.results.execute", execute),
         mock.patch("experiments.launcher._judge", return_value=("", False)),
-        mock.patch("experiments.sweep_report.closing", return_value="table"),
+        mock.patch("experiments.sweep_report.show_end"),
     ):
         outcome = attempt(call, folder=folder)
     code = outcome.value
