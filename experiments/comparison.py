@@ -44,6 +44,7 @@ class Comparison:
     names    settings in which the finished runs differ, in the order of the config
     runs     the finished ones, best first where there is a metric to go by
     by       that metric, or a pattern of several whose mean it is; "" where none is known
+    judged   the metrics of `by` that all the runs have: no others can be set beside each other
     lower    whether the lower is the better
     apart    those that did not finish, or cannot be read
     chosen   the metrics asked for; without them a table has the first of all
@@ -53,6 +54,7 @@ class Comparison:
     names: list[str]
     runs: list[Entry]
     by: str
+    judged: tuple[str, ...]
     lower: bool
     apart: list[Entry]
     chosen: tuple[str, ...] = ()
@@ -94,7 +96,13 @@ class Comparison:
         if len(rows) > 1 and self.by:
             way = "lowest" if self.lower else "highest"
             mean = "mean of " if _many(self.by) else ""
-            notes.append(f"Best first: {way} {mean}{self.by}.")
+            of_all = matching(metrics_of(self.runs), self.by)
+            if not self.judged:
+                notes.append(f"In the order given: no metric of {self.by} is in all of them.")
+            elif len(self.judged) == len(of_all):
+                notes.append(f"Best first: {way} {mean}{self.by}.")
+            else:
+                notes.append(f"Best first: {way} {mean}{', '.join(self.judged)}, which all have.")
         elif len(rows) > 1:
             notes.append("In the order given: --by=METRIC puts the best first.")
         if more := len(self.metrics()) - len(shown):
@@ -142,10 +150,10 @@ class Comparison:
 
     def figure(self) -> Any:
         """A heat map where two settings differ, else parallel coordinates; None without either."""
-        runs = [entry for entry in self.runs if self.by and score(entry, self.by) is not None]
+        runs = [entry for entry in self.runs if score(entry, self.judged) is not None]
         if len(runs) < 2 or not self.names:
             return None
-        scores = [score(entry, self.by) for entry in runs]
+        scores = [score(entry, self.judged) for entry in runs]
         title = f"{self.experiment}: {self.by}"
         values = {name: [entry.show(name) for entry in runs] for name in self.names}
         if len(self.names) != 2:
@@ -217,13 +225,15 @@ def compare(
             "--order=lower"
         )
     lower = direction == "lower"
-    if by:
-        runs.sort(key=lambda entry: _rank(score(entry, by), lower))
+    judged = [m for m in matching(known_metrics, by) if all(m in run.metrics for run in runs)]
+    if judged:
+        runs.sort(key=lambda entry: _rank(score(entry, judged), lower))
     return Comparison(
         experiment=experiment,
         names=_varied(runs),
         runs=runs,
         by=by,
+        judged=tuple(judged),
         lower=lower,
         apart=[entry for entry in entries if entry.problem],
         chosen=tuple(dict.fromkeys(n for each in metrics for n in matching(known_metrics, each))),
@@ -241,9 +251,9 @@ def matching(metrics: Iterable[str], by: str) -> list[str]:
     return [by] if by in metrics else fnmatch.filter(metrics, by)
 
 
-def score(entry: Entry, by: str) -> float | None:
-    """What a run is judged by: the metric, or the mean of those that match; None where one is."""
-    values = [entry.metrics[name] for name in matching(entry.metrics, by)]
+def score(entry: Entry, judged: Sequence[str]) -> float | None:
+    """What a run is judged by: the mean of these metrics; None where one is."""
+    values = [entry.metrics[name] for name in judged]
     numbers = [value for value in values if value is not None]
     return statistics.fmean(numbers) if numbers and len(numbers) == len(values) else None
 
@@ -296,7 +306,8 @@ def _many(by: str) -> bool:
 
 
 def _cell(value: Any) -> str:
-    return " ".join(str(value).split()).replace("|", r"\|")[:60]
+    text = " ".join(str(value).split()).replace("|", r"\|")
+    return text if len(text) <= 60 else f"{text[:40]} … {text[-17:]}"
 
 
 def _key(value: Any) -> tuple[int, float, str]:
@@ -316,6 +327,10 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
 
+def _path(text: str) -> pathlib.Path:
+    return pathlib.Path(text).expanduser()
+
+
 def _asked(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser = Parser(
         prog=prog,
@@ -324,7 +339,7 @@ def _asked(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         epilog=f"example: {prog} runs/train_adapter --by=heldout_adapter",
     )
     add = parser.add_argument
-    add("runs", nargs="+", type=pathlib.Path, metavar="RUNS",
+    add("runs", nargs="+", type=_path, metavar="RUNS",
         help="folders of runs, or folders that hold some, such as runs/NAME")  # fmt: skip
     add("--by", default="", metavar="METRIC",
         help="best first by it, or by the mean of 'routed/*'; default: its own")  # fmt: skip
@@ -333,7 +348,7 @@ def _asked(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     add("--metrics", nargs="+", action="extend", default=[], metavar="METRIC",
         help="show these, or those that match 'routed/*'; default: as many as fit")  # fmt: skip
     add("--csv", action="store_true", help="print CSV: every metric (or --metrics), unrounded")
-    add("--out", type=pathlib.Path, metavar="FOLDER",
+    add("--out", type=_path, metavar="FOLDER",
         help="also write table.md, table.csv and table.png there")  # fmt: skip
     parser.refuse_unknown(arguments)
     return parser.parse_args(arguments)

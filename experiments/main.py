@@ -103,6 +103,10 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         _misused(f"unknown flag --{error.flagname}{near}")
     except (flags.Error, ValueError) as error:  # absl's own for --nolist=value
         _misused(str(error))
+    # A shell leaves --workdir=~/runs as it is.
+    flags.FLAGS.workdir = os.path.expanduser(flags.FLAGS.workdir)
+    files: list[str] = flags.FLAGS.gin_file
+    files[:] = map(os.path.expanduser, files)
     for word in rest[1:]:
         if "=" not in word:
             known = registry.nearest(word, registry.EXPERIMENTS)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-CODE = ("run.py", "experiments", "molora_jax", "pallas_kernels")
+CODE = ("experiments", "molora_jax", "pallas_kernels")  # run.py is not in a wheel
 
 
 @functools.cache
@@ -30,17 +30,20 @@ def source_digest() -> str:
     """Hash of the project's own Python files, by content and not by commit."""
     digest = hashlib.sha256()
     for name in CODE:
-        top = ROOT / name
-        for path in [top] if top.is_file() else sorted(top.rglob("*.py")):
+        for path in sorted((ROOT / name).rglob("*.py")):
             digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _commit() -> str | None:
-    """The commit checked out, None outside a git work tree."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    """The commit checked out, None where this is no checkout: installed into an environment that
+    lies in another repository, it would be that one's."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel", "--short=12", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    top, commit = done.stdout.splitlines()
+    return commit if pathlib.Path(top).resolve() == ROOT else None

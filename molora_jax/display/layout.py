@@ -6,7 +6,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions
-from rich.markdown import Heading, ImageItem, Markdown, TableElement
+from rich.markdown import Heading, ImageItem, Markdown, TableElement, TextElement
 from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
@@ -94,6 +94,18 @@ class _Heading(Heading):
     LEVEL_ALIGN = dict.fromkeys(Heading.LEVEL_ALIGN, "left")
 
 
+class _Code(TextElement):
+    """Lines as they are, however long: what is copied from a terminal has to be what was meant."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        for line in self.text.plain.rstrip("\n").split("\n"):
+            yield Text(f"    {line}", "markdown.code", no_wrap=True, overflow="ignore")
+
+    @classmethod
+    def create(cls, markdown: Markdown, token: Any) -> "_Code":
+        return cls()
+
+
 class _Image(ImageItem):
     """A picture is named: the file lies beside the report."""
 
@@ -123,5 +135,7 @@ class _Report(Markdown):
         **Markdown.elements,
         "heading_open": _Heading,
         "image": _Image,
+        "fence": _Code,
+        "code_block": _Code,
         "table_open": _Table,
     }

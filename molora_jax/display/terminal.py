@@ -47,7 +47,7 @@ def show_report(markdown: str, *, stream: Any = None) -> None:
     if is_terminal(stream):
         from molora_jax.display import layout
 
-        console(stream).print(layout.report(markdown))
+        console(stream).print(layout.report(markdown), crop=False)
     else:
         print(markdown, file=stream)
     stream.flush()

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -79,7 +80,25 @@ def parse(argv: Sequence[str], *, prog: str = "python -m molora_jax.tools") -> a
         add(parsers[name])
     if argv and argv[0] in parsers:
         parsers[argv[0]].refuse_unknown(argv[1:])
-    return parser.parse_args(list(argv))
+    return _expanded(parser.parse_args(list(argv)))
+
+
+def _expanded(args: argparse.Namespace) -> argparse.Namespace:
+    """With ~ as the home folder where it begins a path: a shell leaves --out=~/x as it is."""
+
+    def expand(value: Any) -> Any:
+        if isinstance(value, list):
+            return [expand(each) for each in value]
+        if isinstance(value, Path):
+            return value.expanduser()
+        if isinstance(value, str) and (match := re.match(r"(?:[\w.:-]+=)?(?=~)", value)):
+            return match[0] + os.path.expanduser(value[match.end() :])
+        return value
+
+    for name, value in vars(args).items():
+        if name not in ("prompt", "text", "stop"):
+            setattr(args, name, expand(value))
+    return args
 
 
 def _inspect(parser: Parser) -> None:

@@ -14,6 +14,7 @@ from molora_jax.display import printable_pieces, show, terminal_text, warn
 from molora_jax.display.progress import Progress
 from molora_jax.display.terminal import painted
 from molora_jax.generation import Generated, Sampling, generate
+from molora_jax.generation.text_stream import TextStream
 from molora_jax.models import BaseModel, load_base
 from molora_jax.routing import SequenceRouter
 from molora_jax.tools.arguments import Misuse, hint, named_paths
@@ -129,7 +130,8 @@ def _answer(
             on_tokens=seen,
             **arm.routed,
         )
-    tokens, finish = _cut(base, made, args.stop)
+    text, pieces, finish = _cut(base, made, args.stop)
+    tokens = made.tokens[: len(pieces)]
     count = len(ids) + len(tokens)
     main = made.main_adapters
     used = np.full(count, -1) if main is None else main[:count]
@@ -137,9 +139,9 @@ def _answer(
     spent = times[-1] - times[1] if len(times) > 2 else 0.0
     answer = {
         "arm": arm.label,
-        "text": base.tokenizer.decode(tokens, skip_special_tokens=True),
+        "text": text,
         "tokens": tokens,
-        "pieces": base.tokenizer.pieces(tokens),
+        "pieces": pieces,
         "adapters": [None if i < 0 else arm.slot_names[i] for i in used[len(ids) :]],
         "finish_reason": finish,
         "tokens_per_s": (len(times) - 2) / spent if spent else None,
@@ -147,15 +149,24 @@ def _answer(
     return answer, used
 
 
-def _cut(base: BaseModel, made: Generated, stops: Sequence[str]) -> tuple[list[int], str]:
-    """The tokens without the end token, up to the first stop text, and why the answer ended."""
+def _cut(base: BaseModel, made: Generated, stops: Sequence[str]) -> tuple[str, list[str], str]:
+    """The text up to the end token or the first stop text, its tokens' pieces, and why it ended.
+
+    A stop text may begin inside a token: the piece of that one is what stands before it.
+    """
     tokens = made.tokens[:-1] if made.stopped else made.tokens
-    text = base.tokenizer.decode(tokens)
-    ends = [text.index(stop) for stop in stops if stop in text]
-    if not ends:
-        return tokens, "stop" if made.stopped else "length"
-    lengths = [len(base.tokenizer.decode(tokens[: n + 1])) for n in range(len(tokens))]
-    return [t for t, length in zip(tokens, lengths, strict=True) if length <= min(ends)], "stop"
+    stream = TextStream(base.tokenizer, stop=stops)
+    text = "".join(stream.push(token) for token in tokens) + stream.finish()
+    pieces = base.tokenizer.pieces(tokens)
+    if not stream.stopped:
+        return text, pieces, "stop" if made.stopped else "length"
+    kept, left = [], len(text)
+    for piece in pieces:
+        if left <= 0:
+            break
+        kept.append(piece[:left])
+        left -= len(piece)
+    return text, kept, "stop"
 
 
 def _show(
@@ -169,6 +180,6 @@ def _show(
     if arm.label != ROUTED:
         show("".join(printable_pieces(answer["pieces"])), "")
         return
-    pieces = base.tokenizer.pieces([*ids, *tokens])
+    pieces = [*base.tokenizer.pieces(ids), *answer["pieces"]]
     text = terminal_text(pieces, used, adapter_names=arm.slot_names, num_prompt_tokens=len(ids))
     show(text, painted(f"({RULE})", "dim", sys.stdout), "")

@@ -111,6 +111,13 @@ def test_a_report_cuts_no_cell(monkeypatch):
     assert "".join(re.findall(r"\d{5,}", text)).count("0123456789") >= 3
 
 
+def test_a_command_in_a_report_stays_one_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    command = "molora run --experiment=analyse " + "texts='The cat sat.' " * 5 + "base=tiny-random"
+    lines = shown(f"Made by:\n\n    {command}\n", make=show_report).splitlines()
+    assert f"    {command}" in lines
+
+
 def test_environment_variables_are_heeded(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     assert shown(TABLE, raw=True) == PLAIN

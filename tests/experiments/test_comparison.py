@@ -184,7 +184,7 @@ def test_the_metric_to_go_by(tmp_path):
     table = compared(tmp_path)
     assert (table.by, table.lower) == ("routed/*", True)
     assert [run.path.name for run in table.runs] == ["b", "a"]
-    assert comparison.score(table.runs[0], "routed/*") == 1.5
+    assert comparison.score(table.runs[0], table.judged) == 1.5
     assert "lowest mean of routed/*" in table.markdown()
     assert table.metrics()[:2] == ["routed/code", "routed/math"]
     for name, direction in {
@@ -195,6 +195,21 @@ def test_the_metric_to_go_by(tmp_path):
         "decode_ms": "lower",
     }.items():
         assert comparison.direction_of(name) == direction
+
+
+def test_a_mean_is_of_what_all_runs_have(tmp_path):
+    for name, routed in (
+        ("both", {"routed/code": 2.0, "routed/math": 3.0}),
+        ("one", {"routed/code": 2.1}),
+    ):
+        write_run(tmp_path, name, experiment="train_router", metrics=routed)
+    table = compared(tmp_path)
+    assert [run.path.name for run in table.runs] == ["both", "one"]
+    assert "Best first: lowest mean of routed/code, which all have." in table.markdown()
+    assert table.figure() is None or table.judged == ("routed/code",)
+    write_run(tmp_path, "other", experiment="train_router", metrics={"routed/law": 1.0})
+    table = compared(tmp_path)
+    assert table.judged == () and "no metric of routed/* is in all of them" in table.markdown()
 
 
 def test_two_settings_are_a_grid_and_others_parallel_axes(tmp_path):

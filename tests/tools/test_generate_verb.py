@@ -104,14 +104,29 @@ def test_an_answer_ends_before_a_stop_text(base):
     ids = base.tokenizer.encode("one two END three")
 
     def cut(*stops, stopped=False):
-        tokens, finish = verb._cut(base, Generated(ids, None, stopped), stops)
-        return base.tokenizer.decode(tokens), finish
+        text, pieces, finish = verb._cut(base, Generated(ids, None, stopped), stops)
+        assert "".join(pieces) == text
+        return text, finish
 
     assert cut() == ("one two END three", "length")
     assert cut("never") == ("one two END three", "length")
     assert cut(stopped=True) == ("one two END thre", "stop")
     assert cut("three", " END", "D") == ("one two", "stop")
     assert cut("one") == ("", "stop")
+
+
+@pytest.mark.model
+def test_a_stop_text_inside_a_token_leaves_what_stands_before_it(smollm2):
+    ids = smollm2.tokenizer.encode("The capital is Paris.\n\nThe answer is 5")
+
+    def cut(stop):
+        text, pieces, finish = verb._cut(smollm2, Generated(ids, None, False), [stop])
+        assert "".join(pieces) == text and finish == "stop"
+        return text
+
+    assert cut("ris") == "The capital is Pa"
+    assert cut("wer is") == "The capital is Paris.\n\nThe ans"
+    assert cut("\n") == "The capital is Paris."
 
 
 def test_chat_renders_the_prompt_as_a_turn(tool, base):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from molora_jax.tools.arguments import Misuse, named_paths
+from molora_jax.tools.arguments import Misuse, named_paths, parse
 
 VERBS = ("inspect", "convert", "merge", "statistics", "compose", "probe", "generate", "serve")
 
@@ -133,6 +133,20 @@ def test_what_is_not_there_is_one_line_and_exit_code_1(tool, tmp_path, folders, 
     assert result.code == 1
     assert words in result.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_home_folder_begins_a_path_and_no_text(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    argv = ["compose", "q=~/m", "n", "--base", "~/b", "--out=~/x", "--check", "q=~/f.jsonl"]
+    args = parse(argv)
+    assert (args.out, args.base, args.adapters) == (
+        "/home/ada/x",
+        "/home/ada/b",
+        ["q=/home/ada/m", "n"],
+    )
+    assert args.check == ["q=/home/ada/f.jsonl"]
+    args = parse(["generate", "--base", "a~b", "--prompt", "~ is a tilde", "--stop", "~"])
+    assert (args.base, args.prompt, args.stop) == ("a~b", "~ is a tilde", ["~"])
 
 
 def test_adapters_are_named_by_their_folder_or_as_the_caller_says(tmp_path):
