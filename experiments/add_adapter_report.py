@@ -5,7 +5,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 from experiments.run_folder import Claim
-from experiments.seeds import over_seeds, shown
+from experiments.seeds import counted, over_seeds, shown
 
 if TYPE_CHECKING:
     from experiments.add_adapter import Config, Measured
@@ -96,7 +96,7 @@ def markdown(numbers: dict[str, float], seeds: "list[Measured]", config: "Config
     lines = [
         "# Adapters that arrive later",
         "",
-        f"{config.base}, rank {config.rank}, k = {config.top_k}, {len(seeds)} seeds. First "
+        f"{config.base}, rank {config.rank}, k = {config.top_k}, {counted(len(seeds))}. First "
         f"{', '.join(names[:KNOWN])}; then {' and '.join(names[KNOWN:])}, loaded into free slots.",
         "Held-out loss in nats a token with all adapters loaded, mean ± standard deviation over "
         "seeds. Every router but Arrow's reads whose own data a token came from; what it reads "

@@ -332,12 +332,15 @@ def evaluate_arms(base, composition, windows, names, config: Config, pooled) -> 
             batch_size=at_once,
             adapters=bank.stacks,
             router=arm,
+            label=label,
             column_to_slot=composition.column_to_slot,
             return_routing=label.startswith("MoLoRA"),
         )
         print(f"held-out loss, {label}: {measured[label].nll:.4f}", flush=True)
     for label, one in pooled.items():
-        measured[label] = evaluate(base.decoder, windows, adapters=one.stacks, router=single_arm(0))
+        measured[label] = evaluate(
+            base.decoder, windows, adapters=one.stacks, router=single_arm(0), label=label
+        )
         print(f"held-out loss, {label}: {measured[label].nll:.4f}", flush=True)
     return measured
 

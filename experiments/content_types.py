@@ -181,12 +181,13 @@ def measured(run: SeedRun, base, types, config: Config, seed: int) -> Measured:
     )  # fmt: skip
     columns = bank.column_to_slot([each.digest for each in bank.list()])
 
-    def losses(rows, arm, *, return_routing=False):
+    def losses(rows, arm, label, *, return_routing=False):
         return evaluate(base.decoder, rows, batch_size=4, adapters=bank.stacks, router=arm,
-                        column_to_slot=columns, return_routing=return_routing)  # fmt: skip
+                        column_to_slot=columns, return_routing=return_routing,
+                        label=label)  # fmt: skip
 
-    routed = losses(windows, router, return_routing=True)
-    print(f"held-out loss, routed: {routed.nll:.4f}", flush=True)
+    routed = losses(windows, router, "routed", return_routing=True)
+    print(f"held-out loss of all {windows.num_rows} rows, routed: {routed.nll:.4f}", flush=True)
     free = None
     if config.free_steps:
         untold = config.composed(
@@ -196,13 +197,18 @@ def measured(run: SeedRun, base, types, config: Config, seed: int) -> Measured:
             SeedRun(run, "without labels"), base, bank, train, untold
         )
         assert use.endswith(": no"), use
-        free = losses(windows.rows(compared), no_label, return_routing=True)
+        free = losses(
+            windows.rows(compared), no_label, "routed without labels", return_routing=True
+        )
     arms: dict[str, Any] = {"base": base_arm}
     arms |= {f"{name} only": single_arm(at) for at, name in enumerate(names)}
     arms |= {"oracle": oracle_arm, "uniform": uniform_arm(len(names))}
-    found = {label: losses(windows.rows(compared), arm) for label, arm in arms.items()}
-    for label, each in found.items():
-        print(f"held-out loss, {label}: {each.nll:.4f}", flush=True)
+    found = {label: losses(windows.rows(compared), arm, label) for label, arm in arms.items()}
+    in_table = np.isin(np.arange(windows.num_rows), compared)[:, None]
+    nll = {label: each.nll for label, each in found.items()} | {"routed": routed.mean(in_table)}
+    for label, each in nll.items():
+        rows = f"the {len(compared)} rows of the report's table"
+        print(f"held-out loss of {rows}, {label}: {each:.4f}", flush=True)
     return Measured(
         names=names,
         tokens=windows.tokens,

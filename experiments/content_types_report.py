@@ -13,7 +13,7 @@ import numpy as np
 from experiments.compose_report import table
 from experiments.content_types import Config, Measured
 from experiments.results import Claim
-from experiments.seeds import over_seeds, shown
+from experiments.seeds import counted, over_seeds, shown
 
 WITHIN = (4, 8, 16)
 LAST = 5  # steps whose mean is a curve's end
@@ -205,7 +205,7 @@ def markdown(
         f"# {len(names)} content types, {len(names)} adapters trained apart, one router",
         f"Base {config.base}, frozen; rank {config.rank}, {config.adapter_steps} steps for each "
         f"adapter on its own type alone. {seeds[0].label_use}. Mean ± standard deviation of "
-        f"{len(seeds)} seeds (data split, adapters, router, mixed rows). All numbers are of "
+        f"{counted(len(seeds))} (data split, adapters, router, mixed rows). All numbers are of "
         "held-out documents unless they say train.",
         "## Who gets a token, and a document",
         "A token's adapter is the argmax of its top-1 gates summed over the later half of the "

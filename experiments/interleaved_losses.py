@@ -157,7 +157,7 @@ def validate(
     measured = {}
     for name, arm in arms.items():
         measured[name] = evaluate(
-            base.decoder, windows, adapters=bank.stacks, router=arm, batch_size=4
+            base.decoder, windows, adapters=bank.stacks, router=arm, batch_size=4, label=name
         )
         by = [f"{m} {measured[name].mean(labels == at):.3f}" for at, m in enumerate(MODALITIES)]
         print(f"held-out loss, {name}: {', '.join(by)}", flush=True)

@@ -9,7 +9,7 @@ from experiments.modulated import TASKS
 from experiments.modulated_task import LONGEST
 from experiments.modulated_training import ARMS
 from experiments.run_folder import Claim, markdown
-from experiments.seeds import SPREAD, over_seeds, shown
+from experiments.seeds import SPREAD, counted, over_seeds, shown
 from molora_jax import display
 from molora_jax.display.text import adapter_color
 
@@ -87,7 +87,7 @@ def _report(config, found: Found, metrics, rates, pictures: Sequence[str]) -> st
             f"data). {config.steps} steps of {config.batch_rows} rows of {config.seq_len} tokens "
             f"in every arm, rank {config.rank}, for plain LoRA more, so that it has no fewer "
             "parameters than the adapter and its modulator together. Nats a target, mean ± "
-            f"standard deviation of {config.num_seeds} seeds; validation is held-out rows. The "
+            f"standard deviation of {counted(config.num_seeds)}; validation is held-out rows. The "
             "learning rate is "
             + (
                 "the best of each arm on a seed of its own."

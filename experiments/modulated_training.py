@@ -173,7 +173,8 @@ def _trained(task: Task, config, arm: str, training: TrainConfig, folder) -> dic
         router = single_arm(0) if arm == "lora" else nnx.merge(graph, params["modulator"])
         return evaluate(
             decoder, windows, adapters=params["adapter"].stacks(), router=router,
-            batch_size=min(64, config.val_rows), return_routing=True,
+            column_to_slot=np.zeros(1, np.int32), batch_size=min(64, config.val_rows),
+            return_routing=True,
         )  # fmt: skip
 
     def measured(steps, params):

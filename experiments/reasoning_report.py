@@ -10,7 +10,7 @@ from experiments.reasoning_bases import Pretrained
 from experiments.reasoning_tasks import KINDS, TASKS
 from experiments.results import Claim
 from experiments.run_folder import markdown as table
-from experiments.seeds import over_seeds, shown
+from experiments.seeds import counted, over_seeds, shown
 
 WITHIN_POINTS = 0.02  # of the oracle's exact match
 ROUTER_LABELS = "the router counts the words of each task's own training questions"
@@ -121,7 +121,7 @@ def agreement(margins: list[float]) -> str:
     """ "+0.120 ± 0.010, positive in 3 of 3 seeds": the mean, its spread, and who agrees."""
     spread = f" ± {np.std(margins, ddof=1):.3f}" if len(margins) > 1 else ""
     positive = sum(margin > 0 for margin in margins)
-    return f"{np.mean(margins):+.3f}{spread}, positive in {positive} of {len(margins)} seeds"
+    return f"{np.mean(margins):+.3f}{spread}, positive in {positive} of {counted(len(margins))}"
 
 
 def markdown(result: Result) -> str:
@@ -160,8 +160,8 @@ def markdown(result: Result) -> str:
         f"{small.flop:.2g} and {large.flop:.2g} floating-point operations (6 · parameters · "
         f"tokens). {config.task_share:.0%} of the documents are questions of the four tasks, the "
         "rest general text of the same words. The pretraining seed is fixed; "
-        f"{len(result.seeds)} seeds vary adapters, router and questions (± is their standard "
-        "deviation).",
+        f"over {counted(len(result.seeds))} adapters, router and questions vary (± is their "
+        "standard deviation).",
         f"MoLoRA is the small base with four adapters of rank {config.rank} ({adapter:,} "
         f"parameters each, {config.adapter_steps} steps on its own task alone) and a router that "
         "adds up, token by token, how much more frequent the words so far are in each task's own "

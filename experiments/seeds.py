@@ -45,3 +45,8 @@ def shown(metrics: Mapping[str, float], name: str, *, digits: int = 3) -> str:
     text = f"{metrics[name]:.{digits}f}"
     spread = metrics.get(f"{name}/{SPREAD}")
     return text if spread is None else f"{text} ± {spread:.{digits}f}"
+
+
+def counted(seeds: int) -> str:
+    """ "1 seed", "3 seeds"."""
+    return f"{seeds} seed{'s' * (seeds != 1)}"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from experiments.run_folder import Claim, markdown
-from experiments.seeds import over_seeds, shown
+from experiments.seeds import counted, over_seeds, shown
 from molora_jax.display.figures import save_figure
 from molora_jax.display.text import adapter_color
 
@@ -209,7 +209,7 @@ def _task(config, rates) -> str:
         "one that was best on a seed of its own, by the mean over conflicts where the domain "
         f"stands in the row (for {', '.join(f'{budget:,}' for budget in config.budgets)} steps: "
         f"{chosen}). Nats an answer, mean ± standard deviation of "
-        f"{config.num_seeds} seeds, at {config.steps} steps unless said otherwise; chance is "
+        f"{counted(config.num_seeds)}, at {config.steps} steps unless said otherwise; chance is "
         f"{math.log(config.questions):.2f}."
     )
 

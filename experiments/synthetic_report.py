@@ -7,7 +7,7 @@ import numpy as np
 
 from experiments import synthetic_task
 from experiments.run_folder import Claim, markdown
-from experiments.seeds import over_seeds, shown
+from experiments.seeds import counted, over_seeds, shown
 from experiments.synthetic_task import MODALITIES
 from experiments.synthetic_training import LABELS
 from molora_jax import display
@@ -167,8 +167,8 @@ def table14(config, run, results: Mapping[str, Sequence[dict]], more: Sequence[d
             "ARI and NMI between a token's main adapter and its modality, and the entropy of the "
             "router's softmax (nats), on validation rows, mean ± standard deviation over seeds.",
             markdown(["model", "", "start", "20 % of the steps", "end", "paper"], rows),
-            f"Over {len(tried)} seeds the 4-adapter model missed the modalities (ARI or NMI below "
-            f"{FOUND}) {sum(missed)} times; its lowest ARI is "
+            f"Over {counted(len(tried))} the 4-adapter model missed the modalities (ARI or NMI "
+            f"below {FOUND}) {sum(missed)} times; its lowest ARI is "
             f"{metrics['table14/molora/least_ari']:.3f}.",
             f"The agreement is not that of the language-model loss alone: the router is trained "
             f"with {config.info_coef:g} × an auxiliary loss as well, the negative mutual "
@@ -213,7 +213,7 @@ def _task(config) -> str:
         f"Three vocabularies of {config.symbols} ids, one for each of {', '.join(MODALITIES)}, in "
         f"segments of {synthetic_task.SEGMENT[0]} to {synthetic_task.SEGMENT[1] - 1} tokens, each "
         f"with a grammar of its own; {config.rows} rows of {config.seq_len} tokens to train on, "
-        f"{config.val_rows} held out; {config.num_seeds} seeds. Base: {config.layers} layers of "
+        f"{config.val_rows} held out; {counted(config.num_seeds)}. Base: {config.layers} layers of "
         f"width {config.width}, pretrained on other tables with any grammar in any vocabulary, "
         f"frozen. Adapters of rank {config.rank} on all projections."
     )

@@ -223,6 +223,7 @@ def evaluated(decoder, rows, stacks, router, batch_rows: int) -> Evaluation:
         rows,
         adapters=stacks,
         router=oracle_arm if router is None else router,
+        column_to_slot=None if router is None else np.arange(router.num_columns),
         batch_size=min(64, batch_rows),
         return_routing=router is not None,
     )

@@ -202,7 +202,13 @@ def main(config: Config, run) -> None:
         )
         bank.load(adapter)
         for name, arm in {"heldout_base": base_arm, "heldout_adapter": single_arm(0)}.items():
-            measured = evaluate(base.decoder, heldout, adapters=bank.stacks, router=arm)
+            measured = evaluate(
+                base.decoder,
+                heldout,
+                adapters=bank.stacks,
+                router=arm,
+                label=name.removeprefix("heldout_"),
+            )
             metrics[name] = measured.nll
     made = run.path / config.name
     card = AdapterCard(

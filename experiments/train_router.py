@@ -141,6 +141,7 @@ def main(config: Config, run) -> None:
                 adapters=composition.bank.stacks,
                 router=router,
                 column_to_slot=composition.column_to_slot if arm == "routed" else None,
+                label=arm,
             )
             metrics[f"{arm}/{name}"] = measured.nll
     table = "".join(f"| {name} | {value:.4f} |\n" for name, value in metrics.items())

@@ -45,6 +45,13 @@ class RouterTrace:
     probabilities: Float[np.ndarray, "l N J"] | None
     loss: Float[np.ndarray, " N"]
 
+    def __repr__(self) -> str:
+        return (
+            f"router {self.name!r}, {self.decision}, over {self.gates.shape} (layers, tokens, "
+            f"adapters): {self.loss[1:].mean() if len(self.loss) > 1 else np.nan:.4f} nats a "
+            "token"
+        )
+
     @property
     def by_layer(self) -> Int[np.ndarray, "L N"]:
         """The adapter with the largest gate, by layer; −1 where a token has none there."""
@@ -101,6 +108,10 @@ class TextAnalysis:
     routers: tuple[RouterTrace, ...]
     forced: Float[np.ndarray, "J1 N"] | None
 
+    def __repr__(self) -> str:
+        forced = "" if self.forced is None else ", forced losses"
+        return f"text of {len(self.token_ids)} tokens under {list(self.routers)}{forced}"
+
     def forced_difference(self, router: int = 0) -> Float[np.ndarray, "J1 N"] | None:
         """`forced` less the routed loss: below 0 where the forced adapter predicts a token better.
 
@@ -120,6 +131,14 @@ class Analysis:
 
     adapters: tuple[str, ...]
     texts: tuple[TextAnalysis, ...]
+
+    def __repr__(self) -> str:
+        tokens = sum(len(each.token_ids) for each in self.texts)
+        routers = ", ".join(each.name for each in self.texts[0].routers) if self.texts else "none"
+        return (
+            f"analysis of {len(self.texts)} texts, {tokens} tokens; routers {routers}; adapters "
+            f"{', '.join(self.adapters)}"
+        )
 
 
 def analyse(

@@ -118,7 +118,10 @@ def test_a_shared_decision_has_one_layer_of_probabilities(base):
 
 
 def test_one_token_has_a_routing_and_no_loss(base, made):
-    text = analyse(base, ["a"], {"one": made}).texts[0]
+    found = analyse(base, ["a"], {"one": made})
+    text = found.texts[0]
+    assert repr(found) == "analysis of 1 texts, 1 tokens; routers one; adapters a, b, c"
+    assert len(repr(text)) < 200 and "(4, 1, 2)" in repr(text)
     assert np.isnan(text.routers[0].loss).all() and np.isnan(text.forced).all()
     assert text.routers[0].adapter_ids.shape == (4, 1, 2)
 

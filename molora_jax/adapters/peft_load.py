@@ -109,14 +109,15 @@ def _adapter_of(
     num_layers = None if config is None else config.num_layers
     found, notes = _match(folder.tensors, name, num_layers)
     paths = {module: module_path for module, (module_path, _, _) in found.items()}
-    warnings = [*settings.warnings, *_check_targets(settings, paths, name, num_layers)]
     modules = {}
     for module, (module_path, a, b) in found.items():
         _check_rank(settings.rank(module_path), module, a, b, name)
         modules[module] = LoraPair(a, b, settings.scale(module_path))
     adapter = Adapter(name, modules, folder.config)
     if config is not None:
+        # Before the targets: of another base's layers the file has no tensors, and need not.
         adapter.check_fits(config)
+    warnings = [*settings.warnings, *_check_targets(settings, paths, name, num_layers)]
     if unused := settings.unused_keys(paths.values()):
         warnings.append(f"matches no module of the adapter: {shortened(unused)}")
     return adapter, notes, warnings

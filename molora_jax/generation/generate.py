@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from molora_jax.adapters import AdapterStack
+from molora_jax.call import check_models, check_prompts
 from molora_jax.display.progress import waiting
 from molora_jax.generation.sampling import Sampling, sample
 from molora_jax.models.decoder import Decoder
@@ -34,11 +35,23 @@ class Generated:
         >>> (answer,) = mj.generate(base.decoder, [[104, 105]], max_new_tokens=3, **routed)
         >>> answer.main_adapters.shape  # of prompt and new tokens, (n,)
         (5,)
+        >>> answer
+        3 new tokens, ended by the length; routing of (4, 5, 1) (layers, tokens, adapters)
     """
 
     tokens: list[int]
     routing: Routing | None
     stopped: bool
+
+    def __str__(self) -> str:
+        kept = "no routing"
+        if self.routing is not None:
+            kept = f"routing of {self.routing.adapter_ids.shape} (layers, tokens, adapters)"
+        why = "a stop id" if self.stopped else "the length"
+        count = f"{len(self.tokens)} new token{'s' * (len(self.tokens) != 1)}"
+        return f"{count}, ended by {why}; {kept}"
+
+    __repr__ = __str__
 
     @property
     def main_adapters(self) -> Int[np.ndarray, " n"] | None:
@@ -72,16 +85,19 @@ def generate(
     and cache lengths are rounded up to powers of two, so that few lengths are ever compiled.
     `on_tokens` is called with the (B,) ids of each step as soon as they are known.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, a length past the model's, a
-    router that names an adapter which is not there, or logits that are not finite.
+    Raises ValueError for an argument of another kind, a learned router without column_to_slot, an
+    empty prompt, ids outside the vocabulary, a length past the model's, a router that names an
+    adapter which is not there, or logits that are not finite.
 
         >>> routed = composition.routed  # adapters, router and column_to_slot
         >>> (answer,) = mj.generate(base.decoder, [[104, 105]], max_new_tokens=3, **routed)
         >>> len(answer.tokens), answer.routing.adapter_ids.shape  # (L, n, k)
         (3, (4, 5, 1))
     """
+    check_models(decoder, adapters, router, column_to_slot)
+    check_prompts(prompts)
     config = decoder.config
-    if not prompts:
+    if not len(prompts):
         return []
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens {max_new_tokens}: expected at least 1")

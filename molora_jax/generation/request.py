@@ -154,6 +154,10 @@ class Generation:
     finished: float = math.nan
     _routing: list[Routing] = dataclasses.field(default_factory=list, repr=False)
 
+    def __repr__(self) -> str:
+        state = self.finish_reason or "under way"
+        return f"answer {self.id}, {len(self.tokens)} tokens, {state}: {brief(self.text)}"
+
     @property
     def done(self) -> bool:
         return self.finish_reason is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 from absl import logging
 
+from molora_jax.adapters.report import public_base_name
 from molora_jax.display.progress import waiting
 from molora_jax.files import naming, one_line, read_json
 from molora_jax.hub import (
@@ -159,11 +160,34 @@ def _model_at(path: Path, name: str) -> Path:
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return ggufs[0]
+    if (path / "adapter_config.json").exists():
+        raise ValueError(
+            f"base model {name!r}: {path} is an adapter (adapter_config.json){_its_base(path)}. "
+            "Load its base here, and the folder as an adapter: load_adapter(FOLDER), --adapter"
+        )
+    inside = sorted(each.parent.name for each in path.glob("*/config.json"))
+    if inside and not ggufs:
+        raise ValueError(
+            f"base model {name!r}: {path} holds no config.json, but its sub-folder {inside[0]} "
+            f"does{f', as {len(inside) - 1} more do' if len(inside) > 1 else ''}: name "
+            f"{path / inside[0]}"
+        )
     raise ValueError(
         f"base model {name!r}: {path} holds no config.json"
         + (f" and {len(ggufs)} GGUF files; name one of them." if ggufs else ".")
         + " Expected config.json, model.safetensors (or its shards and index) and tokenizer.json."
     )
+
+
+def _its_base(folder: Path) -> str:
+    """What an adapter's config says that it was trained on, in words to follow, or ""."""
+    try:
+        config = read_json(folder / "adapter_config.json", where=str(folder), root=folder)
+    except (ValueError, OSError):
+        return ""
+    stated = config.get("base_model_name_or_path")
+    base = public_base_name(stated if isinstance(stated, str) else None)
+    return f", trained on {one_line(base)}" if base else ""
 
 
 def _from_folder(name: str, path: Path, dtype: str) -> BaseModel:

@@ -177,15 +177,15 @@ def _compose(parser: Parser) -> None:
     where.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     _overwrite(where)
     how.add_argument("--router", choices=("statistics", "arrow"),
-                     help="made of the statistics beside each adapter (the default), or of the "
-                     "weights alone")  # fmt: skip
+                     help="made of the statistics beside each adapter, or of the weights alone; "
+                     "default: as that of --add_to was, or statistics")  # fmt: skip
     how.add_argument("--top_k", type=values.whole, metavar="k",
                      help="adapters a token; default: the composition's, or 1")  # fmt: skip
     how.add_argument("--dtype", choices=DTYPES,
                      help="of the bank; default: the composition's, or float32")  # fmt: skip
     how.add_argument("--check", nargs="+", action="extend", default=[], metavar="NAME=FILE",
                      help="then measure how many tokens of these texts go to the adapter they are "
-                     "of: held-out JSON lines with text or messages")  # fmt: skip
+                     "of: JSON lines with text or messages, best held-out ones")  # fmt: skip
 
 
 def _probe(parser: Parser) -> None:
@@ -230,7 +230,7 @@ def _generate(parser: Parser) -> None:
 def _serve(parser: Parser) -> None:
     """A base, its adapters and routing profiles over HTTP, as OpenAI's clients ask for them."""
     what, where, how = parser.groups("{prog} --model smollm2-135m --composition out/two")
-    what.add_argument("--model", required=True, metavar="NAME", help=_BASE)
+    what.add_argument("--model", "--base", required=True, metavar="NAME", help=_BASE)
     what.add_argument(
         "--served_model_name",
         metavar="NAME",
@@ -353,7 +353,12 @@ def _mesh(parser: _Group) -> None:
 def _text(parser: _Group, option: str, text: str, *, required: bool = False) -> None:
     group = parser.add_mutually_exclusive_group(required=required)
     group.add_argument(option, metavar="TEXT", help=text)
-    group.add_argument("--prompt_file", metavar="FILE", type=Path, help="the same, from a file")
+    group.add_argument(
+        "--prompt_file",
+        metavar="FILE",
+        type=Path,
+        help="the same, from a file, without the line break at its end",
+    )
 
 
 def _json(parser: _Group) -> None:

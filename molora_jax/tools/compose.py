@@ -12,7 +12,7 @@ from molora_jax.routing.statistics import few_tokens
 from molora_jax.routing.statistics_file import STATISTICS_FILE
 from molora_jax.tools import compose_check
 from molora_jax.tools.arguments import Misuse, hint, named_paths
-from molora_jax.tools.report import check_free, next_step, percent
+from molora_jax.tools.report import check_free, check_there, next_step, percent
 
 SIZES = ("median |BA| / |W|", "largest")
 
@@ -24,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
     paths = named_paths(args.adapters)
     before = [args.add_to] if args.add_to else []
     check_free(args.out, overwrite=args.overwrite, sources=[*paths.values(), *before])
+    check_there(paths.values(), args.add_to)
     base = load_base(args.base)
     # Loaded whole, so that one which was edited or is of another base is refused.
     old = Composition.load(args.add_to, base) if args.add_to else None

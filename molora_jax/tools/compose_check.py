@@ -1,4 +1,4 @@
-"""What tells whether a composition will route: how large its adapters are, and held-out shares."""
+"""What tells whether a composition will route: how large adapters are, who gets the tokens."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,10 +28,25 @@ def sizes(base: BaseModel, adapters: Sequence[Adapter]) -> dict[str, tuple[float
     norms: dict[str, float] = {}
     found = {}
     for each in adapters:
-        of = relative_updates(each, base.decoder, norms=norms)
-        values = [value for layers in of.values() for value in layers.values()]
-        found[each.name] = float(np.median(values)), max(values)
+        found[each.name] = _size(relative_updates(each, base.decoder, norms=norms))
     return found
+
+
+def _size(relative: Mapping[str, Mapping[int, float]]) -> tuple[float, float]:
+    values = [value for layers in relative.values() for value in layers.values()]
+    return float(np.median(values)), max(values)
+
+
+def size_warning(relative: Mapping[str, Mapping[int, float]]) -> str:
+    """What `warn_of_size` would say of an adapter, in short; "" for one of the usual size."""
+    median, _ = _size(relative)
+    if median <= LARGE:
+        return ""
+    return (
+        f"it changes its layers by {median:.0%} of their weights (a few percent is usual): a "
+        "router from statistics may choose at chance behind them (`molora compose --check` "
+        "measures it)"
+    )
 
 
 def warn_of_size(found: Mapping[str, tuple[float, float]]) -> None:
@@ -95,7 +110,7 @@ def show_own_shares(base: BaseModel, composition: Composition, texts: Mapping[st
     for label, name in enumerate(names):
         shares = (f"{values[label]:.0%}" for values in at.values())
         rows.append([name, int((domains == label).sum()), *shares])
-    title = f"Share of held-out tokens that go to their own adapter (by chance {chance:.0%})"
+    title = f"Share of the tokens of each text that go to its adapter (by chance {chance:.0%})"
     show(Table(["texts of", "tokens", *at], rows, right=list(at), title=title))
     for label, name in enumerate(names):
         _warn_of_chance(name, {what: float(of[label]) for what, of in at.items()}, chance)

@@ -18,7 +18,7 @@ from molora_jax.generation.text_stream import TextStream
 from molora_jax.models import BaseModel, load_base
 from molora_jax.routing import SequenceRouter
 from molora_jax.tools.arguments import Misuse, hint, named_paths
-from molora_jax.tools.report import next_step, print_json, text_of
+from molora_jax.tools.report import check_there, next_step, print_json, text_of
 
 BASE, ROUTED = "base", "routed"
 # What `metrics.main_adapter` computes.
@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise Misuse(f"--{error}") from None
     prompt = text_of(args.prompt, args.prompt_file)
+    check_there(paths.values(), args.composition)
     base = load_base(args.base)
     arms = _arms(base, paths, args.composition)
     if args.only is not None:
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"base": base.name, "prompt_tokens": len(ids), "arms": answers})
     elif args.composition:
-        next_step(args, "serve", "--model", args.base, "--composition", args.composition)
+        next_step(args, "serve", "--base", args.base, "--composition", args.composition)
     return 0
 
 

@@ -29,8 +29,9 @@ from molora_jax.display import show
 from molora_jax.files import inside, read_safetensors
 from molora_jax.models import BaseModel, ModelConfig, load_base
 from molora_jax.models.digest import file_digest
+from molora_jax.tools.compose_check import size_warning
 from molora_jax.tools.inspect_text import adapter_tables, checkpoint_tables, composition_tables
-from molora_jax.tools.report import next_step, print_json, relative_updates
+from molora_jax.tools.report import check_there, next_step, print_json, relative_updates
 from molora_jax.training.checkpoint import describe_checkpoint, find_checkpoints
 
 # A LoRA matrix of any architecture: what stands before it names the module.
@@ -40,12 +41,16 @@ _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.we
 def run(args: argparse.Namespace) -> int:
     """Prints the report; 1 where what it is of would not load."""
     path = Path(args.path).expanduser()
-    base = load_base(args.base) if args.base else None
-    if (path / RECORD_FILE).is_file():
+    is_composition = (path / RECORD_FILE).is_file()
+    checkpoints = None if is_composition else find_checkpoints(path)
+    if not is_composition and checkpoints is None:
+        check_there([args.path])
+    base = load_base(args.base) if args.base and checkpoints is None else None
+    if is_composition:
         found = inspect_composition(path, base)
         tables = composition_tables(found)
-    elif (checkpoints := find_checkpoints(path)) is not None:
-        if base:
+    elif checkpoints is not None:
+        if args.base:
             raise ValueError(
                 f"{args.path} is a training checkpoint, which is not compared with a base: convert "
                 "it to an adapter first (convert SRC DST)"
@@ -98,6 +103,9 @@ def inspect_adapter(
               if tensor.dtype.kind in "fV" and not np.isfinite(tensor).all()}  # fmt: skip
     pairs, others = _pairs(folder, adapter)
     relative = relative_updates(adapter, base.decoder) if adapter and base else None
+    warnings = list(report.warnings) if report else []
+    if relative and (large := size_warning(relative)):
+        warnings.append(large)
     weights = folder.path / WEIGHTS_FILE
     found = {
         "kind": "adapter",
@@ -124,7 +132,7 @@ def inspect_adapter(
         "digest": adapter and adapter.digest,
         "file_sha256": file_digest(weights),
         "notes": list(report.notes) if report else [],
-        "warnings": list(report.warnings) if report else [],
+        "warnings": warnings,
     }
     if base:
         unmatched = _unmatched(folder, base.config)

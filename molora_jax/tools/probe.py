@@ -12,7 +12,7 @@ from molora_jax.display import Table, show, warn
 from molora_jax.models import BaseModel, load_base
 from molora_jax.routing import FixedRouter
 from molora_jax.token_ids import check_token_ids
-from molora_jax.tools.report import percent, print_json, relative_updates, text_of
+from molora_jax.tools.report import check_there, percent, print_json, relative_updates, text_of
 
 _TEXT = """\
 The river rose in the night, and by morning the lower fields were under water.
@@ -26,6 +26,7 @@ _WINDOW = 256  # tokens read at once: two rows of logits of each are in memory
 def run(args: argparse.Namespace) -> int:
     """Prints what the adapter does to the text; 1 where it does nothing."""
     text = text_of(args.text, args.prompt_file, _TEXT)
+    check_there([args.adapter])
     base = load_base(args.base)
     adapter, report = load_adapter(args.adapter, config=base.config, base_name=base.name)
     found = probe(base, adapter, text, top=args.top)

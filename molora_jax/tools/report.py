@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 
 from molora_jax.adapters.adapter import Adapter
+from molora_jax.adapters.composition_record import read_record
 from molora_jax.adapters.folders import check_writable
 from molora_jax.adapters.lowrank import update_norm
 from molora_jax.adapters.names import split_module
+from molora_jax.adapters.peft_folder import find_peft_folder
 from molora_jax.display.terminal import painted
 from molora_jax.files import read_text
 from molora_jax.models.decoder import Decoder
@@ -33,6 +35,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_there(adapters: Iterable[str | Path] = (), composition: str | None = None) -> None:
+    """Raises where a folder to read is none, before a base is loaded, which takes long."""
+    for path in adapters:
+        find_peft_folder(path)
+    if composition is not None:
+        read_record(Path(composition))
 
 
 def next_step(args: argparse.Namespace, *words: str, why: str = "") -> None:
@@ -60,9 +70,13 @@ def check_free(out: str | Path, *, overwrite: bool, sources: Iterable[str | Path
 
 
 def text_of(text: str | None, file: Path | None, default: str = "") -> str:
-    """The text given, or that of the file. Raises ValueError where there is none in it."""
+    """The text given, or that of the file. Raises ValueError where there is none in it.
+
+    An editor ends a file with a line break, which as a part of the prompt would change the answer.
+    """
     if file is not None:
         text = read_text(file, where=str(file))
+        text = text.removesuffix("\n").removesuffix("\r")
     text = default if text is None else text
     if not text.strip():
         raise ValueError("the text is empty" if file is None else f"{file} holds no text")

@@ -20,6 +20,7 @@ from molora_jax.hub import same_model
 from molora_jax.models import BaseModel, load_base
 from molora_jax.serving import profiles as profile_files
 from molora_jax.tools.arguments import Misuse, named_paths
+from molora_jax.tools.report import check_there
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 DEFAULT_SLOTS, DEFAULT_RANK, DEFAULT_CONTEXT = 8, 16, 1024
@@ -42,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.adapter_root is not None and not args.adapter_root.is_dir():
         raise Misuse(f"--adapter_root {args.adapter_root} is no folder")
     paths = adapter_paths(args.adapters, args.model)
+    check_there(paths.values(), args.composition)
     logging.getLogger("absl").setLevel(logging.WARNING)
     sock = bind(args.host, args.port)
     with sock:

@@ -35,6 +35,10 @@ class Batch:
     weights: Float[Any, "*accumulate B S"]
     labels: Int[Any, "*accumulate B S"]
 
+    def __repr__(self) -> str:  # JAX also makes batches of what is no array
+        shape = getattr(self.tokens, "shape", self.tokens)
+        return f"Batch of {shape} tokens, mask, weights and labels"
+
     @property
     def num_rows(self) -> int:
         return self.tokens.shape[0]

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from molora_jax.adapters import AdapterStack
+from molora_jax.call import check_models
 from molora_jax.display.progress import Progress
 from molora_jax.models.decoder import Decoder
 from molora_jax.parallel import computing, current_mesh, fetch, place, place_rows, token_shards
@@ -36,6 +37,11 @@ class TokenRouting:
     adapter_ids: Int[np.ndarray, "L W S k"]
     gates: Float[np.ndarray, "L W S k"]
     logits: Float[np.ndarray, "l W S C"] | None
+
+    def __repr__(self) -> str:
+        shape = self.adapter_ids.shape
+        logits = "none" if self.logits is None else self.logits.shape
+        return f"TokenRouting of {shape} (layers, windows, positions, adapters), logits {logits}"
 
 
 @dataclass(frozen=True)
@@ -115,11 +121,13 @@ def evaluate(
     column_to_slot: Int[np.ndarray, " C"] | None = None,
     batch_size: int = 8,
     return_routing: bool = False,
+    label: str = "",
 ) -> Evaluation:
     """Loss of every token of `windows`, `batch_size` rows at a time.
 
     adapters  AdapterBank.stacks, with a router; neither for the base alone
     router    a router of molora_jax.routing, or a function from a batch to one (`oracle_arm`, …)
+    label     what the bar calls it, where there are several
 
     Arms of the same structure (the same bank, router type and k) share one compiled function; so
     do the base, every single adapter and the oracle when all are given as arms over one bank.
@@ -128,13 +136,19 @@ def evaluate(
         >>> routed.token_nll.shape, routed.routing.adapter_ids.shape  # (W, S), (L, W, S, k)
         ((4, 16), (4, 4, 16, 1))
     """
+    check_models(decoder, adapters, router, column_to_slot)
+    if not isinstance(windows, Batch):
+        raise ValueError(
+            f"windows is a {type(windows).__name__}: expected a Batch, as read_windows(FILE, "
+            "base.tokenizer, seq_len=128) reads it"
+        )
     check_token_ids(windows.tokens, decoder.config.vocab_size)
     mesh = current_mesh()
     batch_size += -batch_size % token_shards(mesh)
     decoder, adapters = place(decoder, mesh), place(adapters, mesh)
     nll, choices = [], []
     starts = range(0, windows.num_rows, batch_size)
-    with Progress("evaluating", len(starts)) as progress:
+    with Progress(f"evaluating {label}".rstrip(), len(starts)) as progress:
         for start in starts:
             rows = windows.rows(slice(start, start + batch_size))
             batch = rows.filled(batch_size)

@@ -15,6 +15,8 @@ EXPECTED = (
     '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 )
 
+_ARRAY = "write its entries one a line, without brackets and commas around them"
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -115,6 +117,10 @@ def _entries(path: Path):
                 # JSON can spell half a character ("\ud83d"), which no tokenizer takes.
                 json.dumps(entry, ensure_ascii=False).encode("utf-8")
             except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested too deep
+                if number == 1 and line.lstrip().startswith(b"["):
+                    raise ValueError(
+                        f"{where}: the file is a JSON array; {_ARRAY}; {EXPECTED}"
+                    ) from error
                 raise ValueError(f"{where}: {error}; {EXPECTED}") from error
             if entry is not None or text:
                 _check(where, entry)
@@ -125,8 +131,12 @@ def _check(where: str, entry: Any) -> None:
     problem = None
     if not isinstance(entry, dict):
         problem = f"found {type(entry).__name__} {entry!r:.60}"
-    elif ("text" in entry) == ("messages" in entry):
-        problem = f"found the keys {sorted(entry)}, with both or none of 'text' and 'messages'"
+        if isinstance(entry, list):
+            problem = f"the line is a JSON array; {_ARRAY}"
+    elif "text" in entry and "messages" in entry:
+        problem = "the line has 'text' and 'messages' too: keep one of them"
+    elif "text" not in entry and "messages" not in entry:
+        problem = f"the line has neither 'text' nor 'messages' (its keys: {sorted(entry)})"
     elif "text" in entry:
         if not isinstance(entry["text"], str):
             problem = f"'text' is {entry['text']!r:.60}, no string"

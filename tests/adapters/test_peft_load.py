@@ -1,5 +1,6 @@
 """PEFT folders in: what loads, what is refused, and with which words."""
 
+import dataclasses
 import json
 
 import ml_dtypes
@@ -388,6 +389,15 @@ def test_what_does_not_fit_another_base_says_first_which_bases_these_are(tmp_pat
     with pytest.raises(ValueError, match="has 3 layers") as refused:
         load_adapter(path, config=BASE, base_name="other/large")
     assert "does not fit" not in str(refused.value)
+
+
+def test_a_larger_base_with_other_sizes_is_said_to_be_another(tmp_path):
+    path = write_peft(tmp_path, peft_tensors(arrays_for(modules_of(projections=QV))),
+                      target_modules=QV)  # fmt: skip
+    other = dataclasses.replace(BASE, num_layers=9, hidden_size=BASE.hidden_size + 2)
+    with pytest.raises(ValueError, match="was trained on another base") as refused:
+        load_adapter(path, config=other)
+    assert "target_modules" not in str(refused.value)
 
 
 def test_layer_past_the_base_is_refused(tmp_path):

@@ -130,9 +130,8 @@ def test_what_is_read_off_one_pass_is_what_decoding_writes():
         count=9,
         max_len=60,
     )
-    written = generate(
-        base.decoder, asked.prompts, max_new_tokens=4, adapters=bank.stacks, router=router
-    )
+    routed = {"adapters": bank.stacks, "router": router, "column_to_slot": np.arange(2)}
+    written = generate(base.decoder, asked.prompts, max_new_tokens=4, **routed)
     answers = [each.tokens[:3] for each in written]
     answers[1][2] = (answers[1][2] + 1) % 256  # not what it writes
     ends = np.ones(base.config.vocab_size, bool)
@@ -148,10 +147,7 @@ def test_what_is_read_off_one_pass_is_what_decoding_writes():
     for at, row in enumerate(rows):
         tokens[at, : len(row)], mask[at, : len(row)] = row, True
         is_target[at, len(row) - 3 : len(row)] = True
-    found = evaluate(
-        base.decoder, make_batch(tokens, mask, is_target), batch_size=4, adapters=bank.stacks,
-        router=router,
-    )  # fmt: skip
+    found = evaluate(base.decoder, make_batch(tokens, mask, is_target), batch_size=4, **routed)
     np.testing.assert_allclose(read.logp, -found.token_nll.sum(axis=1), rtol=1e-4)
     assert read.shares.sum() == pytest.approx(1)
     assert read.random_choice == 0.5

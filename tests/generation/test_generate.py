@@ -1,13 +1,20 @@
 """Generation: independent of batch and padding, equal to re-reading everything at each step."""
 
+import inspect
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from molora_jax.adapters import AdapterBank, Composition
 from molora_jax.generation import Sampling, generate
 from molora_jax.generation.sampling import sample
+from molora_jax.models import load_base
 from molora_jax.models.decoder import Decoder
+from molora_jax.training import evaluate
+from molora_jax.training.data import make_batch
 from tests.models.test_decoder import (
     forward,
     random_arrays,
@@ -22,6 +29,11 @@ CONFIG = tiny_config(num_layers=2)
 @pytest.fixture(scope="module")
 def decoder():
     return Decoder(CONFIG, random_arrays(CONFIG))
+
+
+def untyped(function):
+    """As a user calls it: in the tests its annotations are checked, and refuse first."""
+    return inspect.unwrap(function)
 
 
 def by_rereading(decoder, prompt, steps, **routed):
@@ -47,6 +59,7 @@ def test_greedy_equals_rereading_each_prompt_alone(decoder, side, kind):
     routed = {}
     if kind:
         routed = {"adapters": random_stacks(CONFIG), "router": routers(CONFIG, 1, 1)[kind]}
+        routed["column_to_slot"] = np.arange(getattr(routed["router"], "num_columns", 3))
     answers = generate(decoder, prompts, max_new_tokens=8, padding=side, **routed)
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens, routing = by_rereading(decoder, prompt, 8, **routed)
@@ -63,7 +76,7 @@ def test_main_adapters_are_of_the_rows_own_tokens(decoder, side):
     prompts = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in (3, 11)]
     stacks, made = random_stacks(CONFIG), routers(CONFIG, 1, 1)
     for kind in ("per_layer", "vocabulary"):
-        routed = {"adapters": stacks, "router": made[kind]}
+        routed = {"adapters": stacks, "router": made[kind], "column_to_slot": np.arange(3)}
         answers = generate(decoder, prompts, max_new_tokens=4, padding=side, **routed)
         for prompt, answer in zip(prompts, answers, strict=True):
             whole = [*prompt, *answer.tokens]
@@ -150,11 +163,58 @@ def test_a_seed_repeats_and_another_differs(decoder):
         ([[2**31]], r"prompts\[0\]\[0\] is token id 2147483648"),
         ([[1, CONFIG.vocab_size]], rf"prompts\[0\]\[1\] is token id {CONFIG.vocab_size}"),
         ([[1] * 60], "exceed the model's 64 positions"),
+        ([1, 2], r"prompts\[0\] is 1: prompts is a list of lists of token ids"),
+        ("a text", r"prompts is the text 'a text'.* base\.tokenizer\.encode\(text\)"),
+        (
+            [[1], "a" * 500],
+            r"prompts\[1\] is the text .{20,90}; .* base\.tokenizer\.encode\(text\)",
+        ),
+        (np.array([1, 2]), r"prompts\[0\] is .*1.*a list of lists"),
+        ([[[1]]], r"prompts\[0\] has 2 axes"),
     ],
 )
 def test_bad_prompts_are_refused(decoder, prompts, message):
     with pytest.raises(ValueError, match=message):
-        generate(decoder, prompts, max_new_tokens=8)
+        untyped(generate)(decoder, prompts, max_new_tokens=8)
+
+
+def test_prompts_may_be_an_array(decoder):
+    (answer,) = untyped(generate)(decoder, np.array([[1, 2]]), max_new_tokens=1)
+    assert answer.tokens == generate(decoder, [[1, 2]], max_new_tokens=1)[0].tokens
+    assert repr(answer) == "1 new token, ended by the length; no routing"
+    assert untyped(generate)(decoder, np.zeros((0, 4), int), max_new_tokens=1) == []
+
+
+def test_another_kind_of_argument_is_named_with_what_to_pass():
+    base = load_base("tiny-random")
+    bank = AdapterBank(base.config, num_slots=2, max_rank=2)
+    learned = routers(CONFIG, 1, 1)["shared"]
+    made = Composition(
+        base_name="b", base_digest="", bank=bank, router=learned, column_digests=["", "", ""]
+    )
+    asked = {"adapters": bank.stacks, "router": learned}
+    windows = make_batch(np.zeros((1, 4), int), np.ones((1, 4), bool), np.ones((1, 4), bool))
+    for given, message in (
+        ({"decoder": base}, "decoder is a BaseModel: pass base.decoder"),
+        ({"decoder": "tiny"}, "decoder is a str: pass load_base"),
+        ({"adapters": bank, "router": learned}, "pass bank.stacks, or **composition.routed"),
+        ({"adapters": [bank], "router": learned}, "adapters is a list: expected bank.stacks"),
+        ({"adapters": made}, "adapters is a composition: pass **composition.routed"),
+        ({"adapters": bank.stacks, "router": made}, "router is a composition: pass **comp"),
+        ({"adapters": bank.stacks}, "adapters without router: pass both"),
+        ({"router": learned}, "router without adapters: pass both"),
+        (asked, "column_to_slot=composition.column_to_slot"),
+    ):
+        given = {"decoder": base.decoder, **given}
+        decoder = given.pop("decoder")
+        for call in (
+            lambda d, **k: untyped(generate)(d, [[1]], max_new_tokens=1, **k),
+            lambda d, **k: untyped(evaluate)(d, windows, **k),
+        ):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                call(decoder, **given)
+    with pytest.raises(ValueError, match="windows is a list: expected a Batch"):
+        untyped(evaluate)(base.decoder, [[1, 2]])
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}])

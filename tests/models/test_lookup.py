@@ -100,6 +100,22 @@ def test_paths_that_hold_no_model(tmp_path):
         load_base(str(tmp_path / "notes.txt"))
     with pytest.raises(ValueError, match=r"no config\.json\. Expected"):
         load_base(str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"no config\.json, but its sub-folder model does: name "):
+        load_base(str(tmp_path))
+    for stated, words in (("org/large", ", trained on org/large"), ("/home/me/x", ""), (None, "")):
+        adapter = {"peft_type": "LORA", "base_model_name_or_path": stated}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+        with pytest.raises(
+            ValueError, match=rf"is an adapter \(adapter_config\.json\){words}"
+        ) as no:
+            load_base(str(tmp_path))
+        assert "/home/me" not in str(no.value)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"is an adapter \(adapter_config\.json\)\. Load its base"):
+        load_base(str(tmp_path))
+    (tmp_path / "adapter_config.json").unlink()
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(ValueError, match="2 GGUF files; name one"):

@@ -47,7 +47,12 @@ def outcome(steps: int, parts: str) -> dict[str, Any]:
         start = RouterTrainConfig(steps=steps, batch_size=ROWS, start_rows=12)
         router, training = train_router(base, bank, data[: len(bank.list())], start)
         seen = evaluate(
-            base.decoder, data[1], adapters=bank.stacks, router=router, return_routing=True
+            base.decoder,
+            data[1],
+            adapters=bank.stacks,
+            router=router,
+            column_to_slot=np.arange(router.num_columns),
+            return_routing=True,
         )
         assert seen.routing is not None
         found["router"] = [each["loss"] for each in training.records]

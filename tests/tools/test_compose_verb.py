@@ -92,6 +92,8 @@ def test_it_says_how_large_the_adapters_are_and_warns_of_large_ones(tool, shippe
         assert tool("statistics", a, "--base", BASE, *data).code == 0
         argv = ("compose", a, b, "--base", BASE, "--out", tmp_path / "out", "--overwrite")
         assert ("adapter 'a' changes its layers by" in tool(*argv).err) == (alpha > 1)
+        seen = tool("inspect", a, "--base", BASE).out
+        assert bool(re.search("WARNING +it changes its layers by", seen)) == (alpha > 1)
         # A router of the weights alone reads no statistics.
         arrow = tool(*argv, "--router", "arrow")
         assert "adapter 'a' changes" not in arrow.err

@@ -69,7 +69,7 @@ def test_an_adapter_that_changes_nothing_is_exit_code_1(tool, folders):
 
 
 def test_text_for_people_and_a_file_of_text(tool, folders, tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "text.txt").write_text(TEXT + "\n")  # as an editor ends a file
     result = tool("probe", folders["b"], "--base", BASE, "--prompt_file", tmp_path / "text.txt",
                   "--top", "3")  # fmt: skip
     assert result.code == 0, result.err

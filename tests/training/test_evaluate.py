@@ -19,7 +19,12 @@ from molora_jax.training.losses import next_token_loss
 
 def run(tiny, windows: Batch, router, **settings):
     return evaluate(
-        tiny.base.decoder, windows, adapters=tiny.bank.stacks, router=router, **settings
+        tiny.base.decoder,
+        windows,
+        adapters=tiny.bank.stacks,
+        router=router,
+        column_to_slot=np.arange(tiny.bank.num_slots),
+        **settings,
     )
 
 

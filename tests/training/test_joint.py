@@ -33,11 +33,25 @@ def test_training_reads_no_label_and_measures_what_it_returns():
 
     def measure(steps, stacks, router):
         seen.append(steps)
-        return {"held_out": evaluate(base.decoder, rows, adapters=stacks, router=router).nll}
+        return {
+            "held_out": evaluate(
+                base.decoder,
+                rows,
+                adapters=stacks,
+                router=router,
+                column_to_slot=np.arange(router.num_columns),
+            ).nll
+        }
 
     made = train_jointly(base.config, base.decoder, rows, CONFIG, measure=measure, measure_every=2)
     assert seen == [0, 2, 3]
-    last = evaluate(base.decoder, rows, adapters=made.stacks(), router=made.router).nll
+    last = evaluate(
+        base.decoder,
+        rows,
+        adapters=made.stacks(),
+        router=made.router,
+        column_to_slot=np.arange(made.router.num_columns),
+    ).nll
     assert made.records[-1]["held_out"] == pytest.approx(last, rel=1e-6)
     assert last < made.records[0]["held_out/start"]
     other = dataclasses.replace(rows, labels=1 - rows.labels)

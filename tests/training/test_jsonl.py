@@ -86,10 +86,10 @@ def test_cut_rows_are_counted_and_rows_without_a_target_dropped(tmp_path, tokeni
     ("line", "problem"),
     [
         ('{"text": "a"', "delimiter"),
-        ("[1, 2]", "found list"),
+        ("[1, 2]", "is a JSON array; write its entries one a line"),
         ("null", "found NoneType"),
-        ('{"prompt": "a"}', r"keys \['prompt'\]"),
-        ('{"text": "a", "messages": []}', "both or none"),
+        ('{"prompt": "a"}', r"neither 'text' nor 'messages' \(its keys: \['prompt'\]\)"),
+        ('{"text": "a", "messages": []}', "has 'text' and 'messages' too: keep one"),
         ('{"text": 5}', "'text' is 5, no string"),
         ('{"messages": []}', "no list with messages"),
         (
@@ -109,6 +109,14 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path, tokenizer, line, problem)
     path = write(tmp_path / "a.jsonl", {"text": "fine"}, "", line)
     with pytest.raises(ValueError, match=rf"a\.jsonl:3: .*{problem}.*expected one JSON object"):
         read_windows(path, tokenizer, seq_len=8)
+
+
+def test_a_json_array_over_several_lines_is_named(tmp_path, tokenizer):
+    path = tmp_path / "a.json"
+    for text in ('[\n{"text": "a"}\n]', '[{"text": "a"},\n {"text": "b"}]', '[{"text": "a"}]'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"a\.json:1: the .* is a JSON array; write its"):
+            read_windows(path, tokenizer, seq_len=8)
 
 
 def test_other_encodings_and_texts_without_responses_are_named(tmp_path, tokenizer):
