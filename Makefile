@@ -89,7 +89,7 @@ deviceless: $(VENV)/.installed-deviceless
 
 # Runs the notebooks and writes them as pages into out/notebooks, with the packages of their own
 # requirements.txt. `make notebooks MOLORA_SCALE=tiny` takes a minute, and its numbers mean nothing;
-# NOTEBOOK=NAME runs one.
+# NOTEBOOK=NAME runs one. MOLORA_BASE and MOLORA_ADAPTERS=PATH:PATH are a base and adapters of your own.
 notebooks: $(VENV)/.installed-notebooks
 	@mkdir -p $(PAGES)
 	@set -e; for file in $(NOTEBOOKS)/$(or $(NOTEBOOK),*).py; do \

@@ -24,14 +24,20 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
+from molora_jax.ending import leave
 from molora_jax.tools.arguments import VERBS
 
 OTHERS = ("run", "results", "plan", "completion")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Hands the rest of the command line to whom its first word names; returns the exit code."""
-    verb, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    """Hands the rest of the command line to whom its first word names; returns the exit code.
+
+    Without `argv` it is the program `molora` itself, and ends the process.
+    """
+    if argv is None:
+        leave(lambda: main(sys.argv[1:]), "molora")
+    verb, *rest = list(argv) or ["--help"]
     if verb in ("--help", "-h", "help"):
         print(__doc__)
         return 0
@@ -123,4 +129,4 @@ def _unknown(verb: str, rest: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import pathlib
-import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -47,18 +46,6 @@ def join(values: flags.FlagValues) -> None:
         num_processes=values.num_processes,
         process_id=values.process_id,
     )
-
-
-def leave(code: int) -> int:
-    """The exit code. Where a process of several failed it ends here and now, so that the others,
-    which may wait for it, learn of it at once and not after JAX's five minutes."""
-    import jax
-
-    if code and jax.process_count() > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ def kind(hint: Any, field: dataclasses.Field) -> str:
     """What a field holds, in a few words."""
     if field.metadata.get("texts"):
         return "a text, or several, each as a setting of its own"
-    if field.metadata.get("place"):
+    if field.metadata.get("place") and hint is not bool:
         return "paths" if is_several(hint) else "a path"
     if is_union(hint):
         return f"{kind(options(hint)[0], field)} or None"

@@ -8,7 +8,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags
@@ -18,8 +18,9 @@ from experiments import devices, field_names, gin_files, registry, settings, swe
 from experiments.gin_files import CONFIGS, bindings
 from experiments.registry import Misuse, one_line, program
 from experiments.settings import USUAL_NAMES
+from molora_jax.ending import leave
 
-__all__ = ["CONFIGS", "Misuse", "bindings", "main", "parse_flags", "resolve", "values_of"]
+__all__ = ["CONFIGS", "Misuse", "bindings", "main", "parse_flags", "resolve", "start", "values_of"]
 
 SCALES = ("tiny", "cpu", "paper")
 MAX_SEED = 2**32 - 1  # what jax.random and numpy take alike
@@ -228,7 +229,7 @@ def main(
         status, _ = execute(resolved[0], digests[0])
     except ValueError as error:
         _misused(str(error))
-    return devices.leave(0 if status == "complete" else 1)
+    return 0 if status == "complete" else 1
 
 
 def _show_fields(name: str, module: Any, configs: pathlib.Path, given: Sequence[str]) -> int:
@@ -324,5 +325,10 @@ def values_of(
     return values
 
 
+def start(program: Callable[[Sequence[str]], int] = main) -> NoReturn:
+    """The whole program: absl's flags, `main` or another with it inside, the end of the process."""
+    leave(lambda: app.run(program, flags_parser=parse_flags), registry.program())
+
+
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    start()

@@ -11,6 +11,9 @@ Importing this file imports nothing heavy: an entry holds an import path, not a 
     found(config, path)
                       optional: a finished run at `path` is not measured again; puts what it made
                       where the config's places say
+    check_place(config, path)
+                      optional: before a run at `path` begins or is found; raises ValueError where
+                      the config's places hold what it must not replace
     SWEEPS            optional: {name: function() -> list of gin bindings, one string a point};
                       `seed` is there without it
 
@@ -255,7 +258,8 @@ def one_line(text: str) -> str:
 
 
 def place(default: typing.Any = "") -> typing.Any:
-    """A Config field that says where something lies: it is left out of the run's id."""
+    """A Config field that says where something lies, or, true or false, what may happen to what is
+    there: it is left out of the run's id."""
     return dataclasses.field(default=default, metadata={"place": True})
 
 
@@ -295,7 +299,7 @@ def check_config(
             value = fit(value, hints[field.name])
         except TypeError as error:
             raise ValueError(f"{type(config).__name__}.{field.name} = {value!r}: {error}") from None
-        if field.metadata.get("place"):
+        if field.metadata.get("place") and not isinstance(value, bool):
             many = isinstance(value, tuple)
             value = tuple(map(os.path.expanduser, value)) if many else os.path.expanduser(value)
         object.__setattr__(config, field.name, value)

@@ -29,6 +29,7 @@ from experiments.run_folder import Claim, Run, read_result
 from molora_jax.display import show_report
 from molora_jax.parallel import broadcast, check_same, current_mesh, is_primary
 from molora_jax.training import NonFiniteLossError
+from molora_jax.training.checkpoint import on_primary
 
 __all__ = ["Claim", "Run", "config_gin", "execute", "hand_out", "is_finished", "run_id"]
 
@@ -60,6 +61,9 @@ def execute(
     Args:
       digests: what `module.digests(config)` says of the data and the base.
       configs: where the experiment's own values lie, over which the report's command sets others.
+
+    Raises:
+      ValueError: what the experiment makes has no place where the config wants it; `check_place`.
     """
     path = workdir / name / run_id(name, config, digests)
     again = rerun or retrain
@@ -82,6 +86,7 @@ def execute(
         """The first of several processes looks, and all do as it says."""
         return broadcast(_shown(module, config, path, found) if is_primary() and not again else "")
 
+    on_primary(lambda: _check_place(module, config, path))
     found = read_result(path)
     if status := shown(found):
         return status, path
@@ -100,6 +105,11 @@ def execute(
         return _measure(
             name, module, config, digests, path, found, command, scale=scale, retrain=retrain
         ), path
+
+
+def _check_place(module: types.ModuleType, config: Any, path: pathlib.Path) -> None:
+    if hasattr(module, "check_place"):
+        module.check_place(config, path)
 
 
 def _hold(path: pathlib.Path, stack: contextlib.ExitStack) -> bool:
@@ -250,9 +260,11 @@ def hand_out(module: types.ModuleType, config: Any, path: pathlib.Path) -> str:
     """A finished run's report; the experiment puts what it made where the config wants it.
 
     Raises:
+      ValueError: it would replace what is not this run's.
       FileNotFoundError: the report, or what was made, is gone: the run must be measured again.
     """
     report = (path / "report.md").read_text(encoding="utf-8")
+    _check_place(module, config, path)
     if hasattr(module, "found"):
         module.found(config, path)
     return report

@@ -1,6 +1,7 @@
 """What one run writes: its log, its claims, its report and result.json."""
 
 import dataclasses
+import filecmp
 import json
 import math
 import numbers
@@ -223,8 +224,35 @@ def check_out(out: str, owned: Set[str]) -> None:
         raise ValueError(f"Config.out: {error}") from None
 
 
+def check_own(made: pathlib.Path, out: str, *, overwrite: bool) -> None:
+    """Refuses, before anything is trained, to replace what another run or person left in `out`.
+
+    made  the run's own folder, where an earlier try may have left what it copied to `out`
+
+    Raises ValueError with the way out.
+    """
+    place = pathlib.Path(out)
+    if not out or overwrite or not place.is_dir() or not any(place.iterdir()):
+        return
+    if not _is_copy(made, place):
+        raise ValueError(
+            f"Config.out = {out!r} exists already, and does not hold what this run made: choose "
+            "another folder, or replace it with overwrite=true"
+        )
+
+
+def _is_copy(made: pathlib.Path, place: pathlib.Path) -> bool:
+    """Whether every file of `made` lies in `place` too; what was added there does not matter."""
+    files = [each.relative_to(made) for each in made.rglob("*") if each.is_file()]
+    return bool(files) and all(
+        (place / each).is_file() and filecmp.cmp(made / each, place / each, shallow=False)
+        for each in files
+    )
+
+
 def deliver(made: pathlib.Path, out: str, *, owned: Collection[str] = ()) -> None:
-    """Copies the folder that a run made to where its config wants it, if it says so.
+    """Copies the folder that a run made to where its config wants it, if it says so, and says what
+    became of that place. One that holds it is left as it is, with what was added to it.
 
     owned  names, beside those in `made`, that an earlier delivery may have left in `out`
 
@@ -233,10 +261,15 @@ def deliver(made: pathlib.Path, out: str, *, owned: Collection[str] = ()) -> Non
       ValueError: `out` holds files of another kind; nothing is replaced.
     """
     names = {each.name for each in made.iterdir()} | set(owned)
-    if out and is_primary():
+    if not out or not is_primary():
+        return
+    there = pathlib.Path(out).is_dir() and any(pathlib.Path(out).iterdir())
+    if there and _is_copy(made, pathlib.Path(out)):
+        print(f"{out}: unchanged")
+    else:
         with new_folder(out, owned=names, overwrite=True) as folder:
             shutil.copytree(made, folder, dirs_exist_ok=True)
-        print(f"Copied to {out}")
+        print(f"{out}: replaced" if there else f"Copied to {out}")
 
 
 def read_result(path: pathlib.Path) -> dict | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments import settings
 from experiments.registry import check_config, place
-from experiments.run_folder import check_out, deliver
+from experiments.run_folder import check_out, check_own, deliver
 from experiments.shipped import statistics_of
 from molora_jax.adapters import Adapter, AdapterBank, AdapterCard, load_adapter, save_adapter
 from molora_jax.adapters.peft_folder import ADAPTER_FILES
@@ -46,7 +46,9 @@ class Config(TrainConfig):
     statistics      features a layer (m, as 256) of the router statistics that are left beside the
                     adapter, so that it can be composed with others; 0 leaves none. They hold no
                     text, but of little data one could tell which tokens occur
-    out             another folder to copy the adapter to
+    out             another folder to copy the adapter to; one that holds anything but what this run
+                    made is refused
+    overwrite       replaces another adapter that lies in out
     rank            r; None: 8, or that of init_from
     alpha           the scale is alpha / rank, or alpha / √rank with use_rslora; None: 16
     projections     which of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj are
@@ -64,6 +66,7 @@ class Config(TrainConfig):
     statistics: int = 0
     checkpoint_every: int = 20
     out: str = place()
+    overwrite: bool = place(False)
     rank: int | None = None
     alpha: float | None = None
     projections: Sequence[str] | None = None
@@ -160,6 +163,11 @@ def digests(config: Config) -> dict[str, str]:
     return {**found, "base": base_digest(config.base)}
 
 
+def check_place(config: Config, path: pathlib.Path) -> None:
+    """Before anything is trained: nothing of anybody else's is replaced unasked."""
+    check_own(path / config.name, config.out, overwrite=config.overwrite)
+
+
 def main(config: Config, run) -> None:
     """Trains, saves, and measures the held-out loss with and without the adapter."""
     base = load_base(config.base)
@@ -243,7 +251,7 @@ def _command(config: Config) -> str:
     words = []
     for field in dataclasses.fields(Config):
         value = getattr(config, field.name)
-        if field.name == "out" or value == field.default:
+        if field.name in ("out", "overwrite") or value == field.default:
             continue
         if field.name in ("base", "data", "heldout", "init_from") and pathlib.Path(value).exists():
             value = pathlib.Path(value).name

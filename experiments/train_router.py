@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 
 from experiments.registry import check_config, place, repeated
-from experiments.run_folder import check_out, deliver
+from experiments.run_folder import check_out, check_own, deliver
 from molora_jax.adapters import AdapterBank, Composition, load_adapter
 from molora_jax.adapters.composition_record import ADAPTERS_FOLDER, RECORD_FILE, ROUTER_FILE
 from molora_jax.models import base_digest, load_base
@@ -29,7 +29,9 @@ class Config(RouterTrainConfig):
     data      one file of JSON lines for each adapter, in the same order
     heldout   the same, never trained on; empty measures nothing
     seq_len   tokens of a row
-    out       another folder to copy the composition to, from `composition` in the run's own
+    out       another folder to copy the composition to, from `composition` in the run's own; one
+              that holds anything but what this run made is refused
+    overwrite replaces another composition that lies in out
     """
 
     base: str = "smollm2-135m"
@@ -39,6 +41,7 @@ class Config(RouterTrainConfig):
     seq_len: int = 128
     checkpoint_every: int = 10
     out: str = place()
+    overwrite: bool = place(False)
 
     def __post_init__(self):
         check_config(self)
@@ -91,6 +94,11 @@ def digests(config: Config) -> dict[str, str]:
         for column, path in enumerate(getattr(config, kind)):
             found[f"{kind}_{column}"] = file_digest(path)
     return found
+
+
+def check_place(config: Config, path: pathlib.Path) -> None:
+    """Before anything is trained: nothing of anybody else's is replaced unasked."""
+    check_own(path / "composition", config.out, overwrite=config.overwrite)
 
 
 def main(config: Config, run) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from molora_jax.display.terminal import fail
+from molora_jax.ending import leave
 from molora_jax.models.cache import cache_folder
 from molora_jax.tools.arguments import VERBS, Misuse, parse
 
@@ -74,4 +75,4 @@ def _failed(error: Exception, prog: str, verb: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main, PROG)

@@ -373,7 +373,6 @@ def test_tiny_sizes_have_no_verdict(workdir):
 PROGRAM = """
 import sys, time, pathlib, types
 from experiments import main as command_line
-from absl import app
 from experiments import registry
 from tests.experiments import toy
 
@@ -397,7 +396,7 @@ def main(config, run):
 toy.main = main
 entries = {"toy": registry.Experiment(module="tests.experiments.toy", summary="a toy")}
 program = lambda argv: command_line.main(argv, entries=entries)
-app.run(program, flags_parser=command_line.parse_flags)
+command_line.start(program)
 """
 
 

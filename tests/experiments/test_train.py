@@ -16,6 +16,7 @@ from molora_jax.adapters import (
     load_adapter,
     save_adapter,
 )
+from molora_jax.adapters.peft_folder import STATISTICS_FILE
 from molora_jax.models import load_base
 from molora_jax.training import AdapterTrainConfig
 
@@ -114,6 +115,44 @@ def test_a_finished_run_is_copied_to_where_the_next_config_wants_it(files, tmp_p
     with pytest.raises(ValueError, match=r"Config\.out: .*'thesis\.tex'"):
         execute(train_adapter, tmp_path, out=str(outs[2]), **values)
     assert [each.name for each in outs[2].iterdir()] == ["thesis.tex"]
+
+
+def test_what_another_run_left_in_out_is_replaced_only_where_that_is_asked_for(
+    files, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("MOLORA_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    values = {"data": str(files["code"]), "out": str(out)}
+
+    def said(**others) -> str:
+        execute(train_adapter, tmp_path / "runs", **values | others)
+        about = (f"Copied to {out}", f"{out}: ")
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith(about)]
+        return line
+
+    assert said(steps=1) == f"Copied to {out}"
+    before = load_adapter(out)[0].digest
+    (out / STATISTICS_FILE).write_text("of `molora statistics`")
+    runs = sorted((tmp_path / "runs").rglob("*"))
+    for others in ({"steps": 2}, {"steps": 1, "name": "other"}):
+        with pytest.raises(ValueError, match=r"exists already, .* overwrite=true"):
+            said(**others)
+    assert sorted((tmp_path / "runs").rglob("*")) == runs  # nothing was begun
+    assert said(steps=1) == f"{out}: unchanged"
+    assert (out / STATISTICS_FILE).exists()
+    assert said(steps=2, overwrite=True) == f"{out}: replaced"
+    assert load_adapter(out)[0].digest != before
+    assert not (out / STATISTICS_FILE).exists()
+    assert said(steps=2) == f"{out}: unchanged"
+    assert "overwrite" not in (out / "README.md").read_text()
+
+    # A run that was found does not replace it either, as a sweep finds them.
+    config = train_adapter.Config(**_tiny(train_adapter) | values | {"steps": 1})
+    path = tmp_path / "runs/train_adapter"
+    path /= results.run_id("train_adapter", config, train_adapter.digests(config))
+    assert results.read_result(path)["status"] == "complete"
+    assert not results.is_finished(train_adapter, config, path)
+    assert said(steps=2) == f"{out}: unchanged"
 
 
 def test_a_router_over_default_folders_of_another_base(files, tmp_path, monkeypatch, caplog):

@@ -2,8 +2,6 @@
 
 import sys
 
-from absl import app
-
 from experiments import main as run
 from experiments import registry
 
@@ -17,4 +15,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=run.parse_flags)
+    run.start(main)
