@@ -56,7 +56,8 @@ def execute(
     A finished run is printed and not repeated, unless `rerun` or `retrain`. One that was killed,
     stopped or failed is measured again: what it trained is in the cache, and training goes on from
     its checkpoint there. One whose report, or what it made, is gone is measured again too. An
-    exception in `main` ends as status failed, an interrupt (SIGINT, SIGTERM) as stopped.
+    exception in `main` ends as status failed, an interrupt (SIGINT, SIGTERM) or a closed
+    output as stopped.
 
     Args:
       digests: what `module.digests(config)` says of the data and the base.
@@ -183,8 +184,9 @@ def _measure(name, module, config, digests, path, found, command, *, scale, retr
         module.main(config, run)
         if not run.finished:
             raise RuntimeError(f"{module.__name__}.main returned without run.finish(...)")
-    except KeyboardInterrupt:
-        run.write_result("stopped", error="stopped by a signal; the same command tries again")
+    except (KeyboardInterrupt, BrokenPipeError) as stop:
+        by = "a signal" if isinstance(stop, KeyboardInterrupt) else "whoever read its output"
+        run.write_result("stopped", error=f"stopped by {by}; the same command tries again")
         logging.error("%s: stopped; the same command tries again", path)
         return "stopped"
     except Exception as error:

@@ -30,9 +30,7 @@ def leave(program: Callable[[], Any], name: str) -> NoReturn:
         signal.signal(signal.SIGINT, _stop)
         signal.signal(signal.SIGALRM, _stop)  # the same interrupt, sent again
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(
-            stream, "reconfigure"
-        ):  # one that is not of UTF-8 shows \u2013 where it has no –
+        if hasattr(stream, "reconfigure"):  # shows a letter that it does not have as its number
             stream.reconfigure(errors="backslashreplace")
     code: Any
     try:
@@ -41,6 +39,9 @@ def leave(program: Callable[[], Any], name: str) -> NoReturn:
         code = error.code
     except KeyboardInterrupt:
         fail(name, "stopped")
+        code = 1
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     if not code or not isinstance(code, int):  # a text is for sys.exit to print
         sys.exit(code)
