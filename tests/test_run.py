@@ -58,7 +58,7 @@ def the_config(result: pathlib.Path) -> dict:
 
 def test_list_and_help_import_nothing_heavy():
     script = (
-        "import sys, run\n"
+        "import sys; from experiments import main as run\n"
         "run.parse_flags(['run.py', '--list'])\n"
         "code = run.main(['run.py'])\n"
         "try:\n"
