@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import shlex
 import shutil
 import signal
 import sys
@@ -34,6 +35,7 @@ from molora_jax.training.checkpoint import on_primary
 __all__ = ["Claim", "Run", "config_gin", "execute", "hand_out", "is_finished", "run_id"]
 
 ERROR_FILE = "error.txt"
+WORKDIR = "runs"  # where run folders lie, unless --workdir says otherwise
 # What data, adapters, a base or a place that do not fit end in: a line says it. Of any other
 # exception the trace is shown, since it is a mistake in the code.
 OF_THE_USER = (ValueError, OSError, KeyError, FloatingPointError, NonFiniteLossError)
@@ -68,6 +70,10 @@ def execute(
     """
     path = workdir / name / run_id(name, config, digests)
     again = rerun or retrain
+    own = gin_files.own_values(name, module, scale, configs=configs, lenient=True)
+    command = settings.command(name, config, own, module=module, scale=scale)
+    if workdir != pathlib.Path(WORKDIR):
+        command += f" --workdir={shlex.quote(str(workdir))}"
 
     def told() -> dict[str, Any]:
         mesh = current_mesh()
@@ -85,7 +91,8 @@ def execute(
 
     def shown(found: dict | None) -> str:
         """The first of several processes looks, and all do as it says."""
-        return broadcast(_shown(module, config, path, found) if is_primary() and not again else "")
+        looks = is_primary() and not again
+        return broadcast(_shown(module, config, path, found, command) if looks else "")
 
     on_primary(lambda: _check_place(module, config, path))
     found = read_result(path)
@@ -101,8 +108,6 @@ def execute(
         # Another process may have finished it just now.
         if status := shown(found if found != before else None):
             return status, path
-        own = gin_files.own_values(name, module, scale, configs=configs, lenient=True)
-        command = settings.command(name, config, own, module=module, scale=scale)
         return _measure(
             name, module, config, digests, path, found, command, scale=scale, retrain=retrain
         ), path
@@ -126,12 +131,12 @@ def _hold(path: pathlib.Path, stack: contextlib.ExitStack) -> bool:
     return False
 
 
-def _shown(module, config, path: pathlib.Path, found: dict | None) -> str:
+def _shown(module, config, path: pathlib.Path, found: dict | None, command: str) -> str:
     """The status of a finished run, which is printed; "" where it has to be measured."""
     if not found or found["status"] != "complete":
         return ""
     try:
-        _show_found(module, config, path, found)
+        _show_found(module, config, path, found, command)
     except FileNotFoundError as error:
         logging.warning("%s: %s is gone; measuring again", path, error.filename)
         return ""
@@ -272,8 +277,12 @@ def hand_out(module: types.ModuleType, config: Any, path: pathlib.Path) -> str:
     return report
 
 
-def _show_found(module, config, path: pathlib.Path, result: dict) -> None:
-    show_report(hand_out(module, config, path))
+def _show_found(module, config, path: pathlib.Path, result: dict, command: str) -> None:
+    report = hand_out(module, config, path)
+    show_report(report)
+    # Its files may have lain elsewhere then.
+    if command not in map(str.strip, report.splitlines()):
+        print(f"As asked now:\n\n    {command}\n")
     made_by = result["environment"]
     if made_by["source"] != source_digest():
         print(f"Other source code made this run ({made_by['source']}, now {source_digest()}).")

@@ -114,7 +114,7 @@ def test_a_run_writes_its_folder(workdir):
     assert "| table15.share | 100 % | 93 % | no | two cores |" in report
     assert "where ours is at least as good" in report
     *_, made_by, empty, last = report.splitlines()
-    assert (empty, last) == ("", "    molora run --experiment=toy seed=7")
+    assert (empty, last) == ("", f"    molora run --experiment=toy seed=7 --workdir={workdir}")
     assert all(str(value) in made_by for value in result["environment"].values())
     saved = json.loads((path / "config.json").read_text())
     assert saved["config"]["seed"] == 7
@@ -157,6 +157,19 @@ def test_a_finished_run_is_found_and_its_report_printed(workdir, capsys):
     execute(workdir, trains(made))
     assert "Another environment made this run (JAX 0.0.1 on" in capsys.readouterr().out
     assert made == [1]
+
+
+def test_a_run_is_asked_for_again_by_the_command_of_now(workdir, capsys, monkeypatch):
+    """Places are not part of a run: another caller finds it with files of another name."""
+    execute(workdir, toy.main, config=toy.Config(out="/there"))
+    assert f"    molora run --experiment=toy --scale=tiny out=/there --workdir={workdir}\n" in (
+        capsys.readouterr().out
+    )
+    execute(workdir, toy.main, config=toy.Config(out="/elsewhere"))
+    now = f"molora run --experiment=toy --scale=tiny out=/elsewhere --workdir={workdir}"
+    assert f"As asked now:\n\n    {now}\n" in capsys.readouterr().out
+    execute(workdir, toy.main, config=toy.Config(out="/there"))
+    assert "As asked now" not in capsys.readouterr().out
 
 
 def test_rerun_measures_again_and_retrain_trains_again(workdir):
