@@ -93,7 +93,7 @@ class Config(TrainConfig):
                 raise ValueError(f"Config.{field} = {path!r}: there is no such file")
         self._resolve()
         try:
-            self.training()
+            object.__setattr__(self, "projections", self.training().projections)  # in order
         except ValueError as error:
             raise ValueError(str(error).replace("AdapterTrainConfig.", "Config.")) from None
         check_out(self.out, ADAPTER_FILES)

@@ -109,7 +109,8 @@ def _as_bytes(token: str | bytes) -> bytes:
         return token.encode("utf-8", "replace")
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Also what breaks a line or turns the direction of what follows.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def _picture(match: re.Match[str]) -> str:

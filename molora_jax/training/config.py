@@ -14,7 +14,7 @@ from molora_jax.routing.select import GATES
 class TrainConfig:
     """What every training run reads.
 
-    steps             optimiser steps; with 0 the initial values come back
+    steps             optimiser steps; a router keeps its initial values with 0
     lr                peak learning rate: linear warm-up, then cosine decay towards 0
     warmup_steps      steps until the peak; the first step has lr / warmup_steps
     weight_decay      decoupled (AdamW), times the learning rate
@@ -93,6 +93,9 @@ class AdapterTrainConfig(TrainConfig):
                     + (f"; did you mean {near[0]!r}?" if near else ".")
                     + f" Known are {', '.join(PROJECTIONS)}"
                 )
+        # A set, so that the same ones in any order are the same training.
+        ordered = tuple(name for name in PROJECTIONS if name in self.projections)
+        object.__setattr__(self, "projections", ordered)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,7 @@ def test_pieces_join_to_the_text_even_where_tokens_split_characters():
 
 def test_control_characters_cannot_reach_the_terminal():
     attack = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\x7f"
+    assert display.printable_pieces(["a\u202eb\u2028c"]) == ["a\ufffdb\ufffdc"]
     (piece,) = display.printable_pieces([attack])
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", piece)
     assert piece.startswith("␛]0;owned␇")

@@ -156,3 +156,11 @@ def test_windows_of_another_tokenizer_are_refused(tiny):
     windows.tokens[2, 3] = vocab_size = tiny.base.config.vocab_size
     with pytest.raises(ValueError, match=rf"'sql': tokens\[2, 3\] is token id {vocab_size}"):
         train_adapter(tiny.base, windows, SETTINGS, name="sql")
+
+
+def test_projections_are_a_set():
+    one, other = (
+        AdapterTrainConfig(projections=names)
+        for names in (["v_proj", "q_proj", "q_proj"], ("q_proj", "v_proj"))
+    )
+    assert one == other
