@@ -24,14 +24,14 @@ from molora_jax.training import (
 class Config(RouterTrainConfig):
     """What is routed to what; steps, lr, top_k, label_coef and so on are RouterTrainConfig's.
 
-    base      base model: a name, a folder or a .gguf file
-    adapters  PEFT folders, two or more; their names become the labels
-    data      one file of JSON lines for each adapter, in the same order
-    heldout   the same, never trained on; empty measures nothing
-    seq_len   tokens of a row
-    out       another folder to copy the composition to, from `composition` in the run's own; one
-              that holds anything but what this run made is refused
-    overwrite replaces another composition that lies in out
+    base       base model: a name, a folder or a .gguf file
+    adapters   PEFT folders, two or more; their names become the labels
+    data       one file of JSON lines for each adapter, in the same order
+    heldout    the same, never trained on; empty measures nothing
+    seq_len    tokens of a row
+    out        another folder to copy the composition to, from `composition` in the run's own; one
+               that holds anything but what this run made is refused
+    overwrite  replaces another composition that lies in out
     """
 
     base: str = "smollm2-135m"

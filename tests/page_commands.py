@@ -142,7 +142,7 @@ def check_tool(verb: str, arguments: list[str], command, capsys) -> None:
 def check_plan(arguments: list[str]) -> None:
     from molora_jax.parallel import __main__ as plan
 
-    options = plan._parse(arguments)
+    options = plan._parse(arguments, plan.MODULE)
     if options.model and len(options.model) == 1 and not getattr(options, "compile", False):
         assert plan.main(arguments) == 0
 

@@ -1,15 +1,16 @@
 """Programs that are stopped or fail end with their code and one line, whatever runs beside them."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+# A shell starts what runs in its background with SIGINT ignored.
 START = """
 import atexit, os, signal, sys, time
 from molora_jax.ending import leave
+signal.signal(signal.SIGINT, signal.default_int_handler)
 """
 # XLA computes for a minute beside Python, whose teardown would wait for it or take its memory away.
 COMPUTING = """
@@ -48,8 +49,6 @@ def ended(program: str, *arguments: str) -> tuple[int, str, str]:
         capture_output=True,
         text=True,
         timeout=50,
-        # A shell starts what runs in its background with SIGINT ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -137,8 +137,7 @@ def test_answers_are_those_of_generate(engine, base, kind):
         for name in names:
             bank.load(engine.hot_set.version(name).staged.adapter, name=name)
         routed = {"adapters": bank.stacks, "router": router}
-        if kind != "learned":
-            routed["column_to_slot"] = np.arange(4)[: max(len(names), 1)]
+        routed["column_to_slot"] = np.arange(4)[: max(len(names), 1)]
     (expected,) = generate(base.decoder, [text], max_new_tokens=12, **routed)
     chosen = {} if kind == "base" else {"profile": kind}
     if kind == "adapter":

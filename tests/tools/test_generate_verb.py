@@ -87,7 +87,7 @@ def test_for_people_arms_are_labelled_and_without_a_terminal_uncoloured(tool, co
     assert "b | abc def" in routed[: routed.index("answer:")]
     assert "adapters of the prompt: a 0%, b 100%" in routed
     assert verb.RULE in result.out
-    assert f"next: python -m molora_jax.tools serve --model {BASE}" in routed[-1]
+    assert f"next: python -m molora_jax.tools serve --base {BASE}" in routed[-1]
     assert "\x1b" not in result.out
 
 
