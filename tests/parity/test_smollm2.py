@@ -17,6 +17,9 @@ pytestmark = [
     # Other people's packages, imported here alone.
     pytest.mark.filterwarnings("ignore"),
 ]
+# Logits reach 37 here, behind 30 layers. Either side is up to 1.4e-4 from what transformers gives in
+# float64; how far they are apart depends on the processor (1.1e-4 on one, 2.3e-4 on another).
+TOLERANCE = 4e-4
 TEXTS = (
     "In 1969 three people flew 384400 km to the moon; 3.14159 and 1,000,000 are numbers, too.",
     "<|im_start|>user\nWhat's 17*3?<|im_end|>\n<|im_start|>assistant\n",
@@ -62,7 +65,7 @@ def test_logits_and_greedy_tokens_on_our_ids(smollm2, theirs, worst):
     for row, ids in enumerate(rows):
         with torch.no_grad():
             expected = model(torch.tensor([ids])).logits[0].numpy()
-        worst("SmolLM2 from GGUF", ours[row][mask[row]] - expected)
+        worst("SmolLM2 from GGUF", ours[row][mask[row]] - expected, tolerance=TOLERANCE)
     # Each token of a greedy answer is the best behind those before it: one pass says the same as
     # 32 steps, and compiles in a fraction of the time. Steps are compared in test_random_models.py.
     best = ours[0][mask[0]].argmax(-1)
