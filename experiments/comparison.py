@@ -64,6 +64,8 @@ class Comparison:
         if self.chosen:
             return list(self.chosen)
         names = metrics_of(self.runs)
+        # What all runs have alike says nothing of them.
+        names.sort(key=lambda name: len({entry.metrics.get(name) for entry in self.runs}) == 1)
         told = [name for name in names if direction_of(name)]
         return list(dict.fromkeys([*matching(names, self.by), *told, *names]))
 
@@ -216,6 +218,8 @@ def compare(
                 f"{option}={name}: no run of {experiment} has such a metric"
                 f"{_known(name, known_metrics)}"
             )
+    if not by and metrics and direction_of(metrics[0]):  # what was named is what is asked for
+        by = metrics[0]
     if not by:
         by, order = _default(runs, known_metrics, best)
     direction = order or direction_of(by) or (best[1] if best and best[0] == by else "")

@@ -189,6 +189,8 @@ def claims(measured: Measured) -> list[Claim]:
 
 def markdown(measured: Measured, config: Any, domains: list[Any], answer: Any) -> str:
     """report.md, less the claims."""
+    from molora_jax.display import printable_pieces
+
     names, routing = measured.names, measured.routing
     rows = [
         [arm]
@@ -234,7 +236,7 @@ def markdown(measured: Measured, config: Any, domains: list[Any], answer: Any) -
         "![shares](shares.png) ![layers](layers.png) ![loss](loss.png) ![answer](answer.png)",
         "## A routed answer",
         f"`answer.html` colours each token of prompt and answer by its adapter.\n\n```text\n"
-        f"{''.join(answer.pieces).strip()}\n```",
+        f"{''.join(printable_pieces(answer.pieces)).strip()}\n```",
         "## Data",
         "\n".join(
             f"- {d.name}: {d.source}; {d.licence}; {len(d.train_docs)} documents to train on, "

@@ -23,7 +23,9 @@ class Misuse(ValueError):
 
 def hint(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` where a known name is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    known = list(known)
+    longer = [each for each in known if len(name) > 3 and each.startswith(name)]
+    near = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
             f"{folder} cannot be written: --out DIR writes a copy of the adapter there, "
             "statistics and all"
         )
+    if not Path(args.data).exists():
+        raise ValueError(f"--data {args.data}: there is no such file; expected JSON lines")
     base = load_base(args.base)
     adapter, report = load_adapter(folder, config=base.config, base_name=base.name)
     for text in report.warnings:

@@ -17,8 +17,8 @@ pytestmark = [
     # Other people's packages, imported here alone.
     pytest.mark.filterwarnings("ignore"),
 ]
-# Logits reach 37 here, behind 30 layers. Either side is up to 1.4e-4 from what transformers gives in
-# float64; how far they are apart depends on the processor (1.1e-4 on one, 2.3e-4 on another).
+# Logits reach 37 here, behind 30 layers. Either side is up to 1.4e-4 from what transformers gives
+# in float64; how far they are apart depends on the processor (1.1e-4 on one, 2.3e-4 on another).
 TOLERANCE = 4e-4
 TEXTS = (
     "In 1969 three people flew 384400 km to the moon; 3.14159 and 1,000,000 are numbers, too.",
