@@ -78,7 +78,9 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("process_id", None, "Which of the processes this is, from 0.")
 flags.DEFINE_integer("num_processes", None, "How many there are.")
-_WORKDIR = flags.DEFINE_string("workdir", "runs", "Folder that run folders are written to.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", registry.WORKDIR, "Folder that run folders are written to."
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of data, initialisation and training.")
 _RERUN = flags.DEFINE_bool(
     "rerun", False, "Measure a finished run again, with the adapters and routers it trained."

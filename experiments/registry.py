@@ -214,6 +214,9 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 }
 
 
+WORKDIR = "runs"  # where run folders lie, unless --workdir says otherwise
+
+
 class Misuse(ValueError):
     """What the caller got wrong, in words; ends with exit code 2 before anything starts."""
 

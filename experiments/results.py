@@ -35,7 +35,6 @@ from molora_jax.training.checkpoint import on_primary
 __all__ = ["Claim", "Run", "config_gin", "execute", "hand_out", "is_finished", "run_id"]
 
 ERROR_FILE = "error.txt"
-WORKDIR = "runs"  # where run folders lie, unless --workdir says otherwise
 # What data, adapters, a base or a place that do not fit end in: a line says it. Of any other
 # exception the trace is shown, since it is a mistake in the code.
 OF_THE_USER = (ValueError, OSError, KeyError, FloatingPointError, NonFiniteLossError)
@@ -72,7 +71,7 @@ def execute(
     again = rerun or retrain
     own = gin_files.own_values(name, module, scale, configs=configs, lenient=True)
     command = settings.command(name, config, own, module=module, scale=scale)
-    if workdir != pathlib.Path(WORKDIR):
+    if workdir != pathlib.Path(registry.WORKDIR):
         command += f" --workdir={shlex.quote(str(workdir))}"
 
     def told() -> dict[str, Any]:
