@@ -326,6 +326,8 @@ def main(arguments: Sequence[str]) -> int:
     prog = "molora results" if pathlib.Path(sys.argv[0]).name != "results.py" else PROG
     try:
         return _compared(_asked(arguments, prog))
+    except BrokenPipeError:  # an OSError, and no misuse: `leave` sees to it
+        raise
     except (ValueError, OSError) as error:
         print(f"{prog}: {registry.one_line(str(error))}", file=sys.stderr)
         return 2

@@ -18,6 +18,7 @@ from experiments import devices, field_names, gin_files, registry, settings, swe
 from experiments.gin_files import CONFIGS, bindings
 from experiments.registry import Misuse, one_line, program
 from experiments.settings import USUAL_NAMES
+from molora_jax import display
 from molora_jax.ending import leave
 
 __all__ = ["CONFIGS", "Misuse", "bindings", "main", "parse_flags", "resolve", "start", "values_of"]
@@ -94,7 +95,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     Returns the program's name and the settings, `field=value`, which may stand among the flags.
     """
     if any(re.fullmatch(r"--?(help|helpshort|helpfull|h|\?)", argument) for argument in argv[1:]):
-        _print(usage.text(flags.FLAGS, program()))
+        display.show(usage.text(flags.FLAGS, program()))
         sys.exit(0)
     flags.FLAGS.set_gnu_getopt(True)
     try:
@@ -130,16 +131,6 @@ def _known_fields() -> set[str]:
     return {name for each in modules for name in field_names.names(each)} | set(USUAL_NAMES)
 
 
-def _print(what: Any) -> None:
-    """A text or a table, as display.show has it."""
-    from molora_jax import display
-
-    try:
-        display.show(what)
-    except BrokenPipeError:  # `| head` has read enough; Python would complain at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def _misused(message: str) -> NoReturn:
     """Prints the message and leaves with code 2."""
     # A terminal need not have the letters that a caller typed.
@@ -163,7 +154,7 @@ def main(
     given = argv[1:]
     _log_plainly()
     if _LIST.value:
-        _print(registry.table(entries))
+        display.show(registry.table(entries))
         return 0
     name = _EXPERIMENT.value
     if name not in entries:
@@ -240,7 +231,7 @@ def _show_fields(name: str, module: Any, configs: pathlib.Path, given: Sequence[
 
     values = values_of(name, module, configs=configs, given=given)
     title = f"Settings of {name} at scale {_SCALE.value}, each written field=value"
-    _print(fields.table(module.Config, values, title=title))
+    display.show(fields.table(module.Config, values, title=title))
     return 0
 
 

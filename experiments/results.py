@@ -296,5 +296,6 @@ def _show_found(module, config, path: pathlib.Path, result: dict, command: str) 
 
 if __name__ == "__main__":
     from experiments import comparison
+    from molora_jax.ending import leave
 
-    sys.exit(comparison.main(sys.argv[1:]))
+    leave(lambda: comparison.main(sys.argv[1:]), comparison.PROG)

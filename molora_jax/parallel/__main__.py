@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from molora_jax.display.terminal import fail, show
+from molora_jax.ending import leave
 from molora_jax.tools.arguments import Misuse, Parser, hint
 
 COUNTS = (1, 8, 64, 512)
@@ -40,10 +41,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = MODULE) -> int:
     except (Misuse, ValueError, OSError, NotImplementedError) as error:
         fail(prog, " ".join(str(error).split()))
         return 2
-    try:
-        show(*parts)
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    show(*parts)
     return 0
 
 
@@ -163,4 +161,4 @@ def _config(name: str):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main, MODULE)

@@ -42,9 +42,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = PROG) -> int:
         return code
     except Misuse as error:
         return _failed(error, prog, verb, 2)
-    except BrokenPipeError:  # `| head` has read enough; Python would complain once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:  # an OSError, and no failure: `leave` sees to it
+        raise
     except (ValueError, OSError) as error:
         return _failed(error, prog, verb, 1)
     except KeyboardInterrupt:
