@@ -73,7 +73,7 @@ def test_an_experiment_writes_claims_metrics_and_a_picture(name, tmp_path):
     assert "float32 on CPU" in report
     assert "nan" not in report
     *_, made_by, _, last = report.splitlines()
-    assert last == f"    molora run --experiment={name} --scale=tiny"
+    assert last == f"    molora run --experiment={name} --scale=tiny --workdir={tmp_path}"
     assert f"JAX {jax.__version__}" in made_by
 
 
