@@ -238,7 +238,7 @@ class ModulatedLoss:
             router = nnx.merge(self.graph, params["modulator"])
         out = decoder(
             batch.tokens, batch.mask, adapters=params["adapter"].stacks(), router=router,
-            strategy="all_slots",
+            column_to_slot=np.arange(1), strategy="all_slots",
         )  # fmt: skip
         loss, weight = next_token_loss(decoder.logits(out.hidden), batch)
         return loss, weight, {}

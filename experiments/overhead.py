@@ -85,7 +85,11 @@ def main(config: Config, run) -> None:
     arms = {
         "base": {},
         "one_lora": {"adapters": one, "router": always_0},
-        "routed": {"adapters": stacks, "router": router},
+        "routed": {
+            "adapters": stacks,
+            "router": router,
+            "column_to_slot": np.arange(config.num_adapters),
+        },
     }
     times = time_in_turns(
         {name: functools.partial(forward, base.decoder, routed) for name, routed in arms.items()},

@@ -273,9 +273,10 @@ def _stacks(slots, num_layers: int) -> dict[str, AdapterStack]:
 
 def _answer_nll(decoder: Decoder, tokens, slots, router):
     """Loss of every answer (W, pairs), and which slot the last layer took there."""
+    num_slots = len(jax.tree.leaves(slots)[0])
     out = decoder(
         tokens, None, adapters=_stacks(slots, decoder.config.num_layers), router=router,
-        strategy="all_slots", unroll=True,
+        column_to_slot=np.arange(num_slots), strategy="all_slots", unroll=True,
     )  # fmt: skip
     assert out.routing is not None
     nll = token_nll(decoder.logits(out.hidden), tokens)[:, 1::2]

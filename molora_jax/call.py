@@ -13,12 +13,8 @@ from molora_jax.models.decoder import Decoder
 from molora_jax.models.lookup import BaseModel
 
 
-def check_models(decoder: Any, adapters: Any, router: Any, column_to_slot: Any) -> None:
-    """ValueError for a base, a bank or a composition where a part of it is meant.
-
-    A learned router's columns are adapters, and a load may put them into other slots: without
-    `column_to_slot` it would silently take one adapter for another.
-    """
+def check_models(decoder: Any, adapters: Any, router: Any) -> None:
+    """ValueError for a base, a bank or a composition where a part of it is meant."""
     if not isinstance(decoder, Decoder):
         remedy = "base.decoder" if isinstance(decoder, BaseModel) else "load_base(NAME).decoder"
         raise ValueError(f"decoder is a {_kind(decoder)}: pass {remedy}")
@@ -39,12 +35,6 @@ def check_models(decoder: Any, adapters: Any, router: Any, column_to_slot: Any) 
                 f"{given} without {missing}: pass both (**composition.routed), or neither for the "
                 "base alone"
             )
-    if column_to_slot is None and getattr(router, "decision", "input") != "input":
-        raise ValueError(
-            f"router is a {_kind(router)}, whose columns may lie in any slots: pass "
-            "column_to_slot=composition.column_to_slot (of a bank alone "
-            "bank.column_to_slot(digests)), or **composition.routed"
-        )
 
 
 def check_prompts(prompts: Any) -> None:

@@ -94,7 +94,7 @@ def generate(
         >>> len(answer.tokens), answer.routing.adapter_ids.shape  # (L, n, k)
         (3, (4, 5, 1))
     """
-    check_models(decoder, adapters, router, column_to_slot)
+    check_models(decoder, adapters, router)
     check_prompts(prompts)
     config = decoder.config
     if not len(prompts):

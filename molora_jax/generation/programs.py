@@ -157,6 +157,8 @@ class RowsRouter(nnx.Module):
     learned  a router with logits of its own in every layer ("per_layer") or once ("shared")
     """
 
+    names_slots = True
+
     def __init__(self, slots, chooses, columns, learned: Any | None):
         self.learned = learned
         self.decision = "input" if learned is None else learned.decision

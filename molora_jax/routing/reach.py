@@ -28,25 +28,25 @@ def check_reach(
     """ValueError where `router` names a column without an adapter behind it.
 
     A column is without one if it lies past the last, if `column_to_slot` has −1 for it, or if its
-    slot is empty. A learned router never chooses a column that is not resident, so of it only the
-    number of columns is checked; a vocabulary router must know all `vocab_size` token ids. Inside
-    jit, where none of this can be read, nothing is checked.
+    slot is empty. A learned router never chooses a column that is not resident, but its columns are
+    adapters, which a load may put into other slots: it needs `column_to_slot`, inside jit too,
+    unless it `names_slots` itself. A vocabulary router must know all `vocab_size` token ids. The
+    rest can be read outside jit only.
     """
+    kind, learned = type(router).__name__, router.decision != "input"
+    if learned and column_to_slot is None and not getattr(router, "names_slots", False):
+        raise ValueError(
+            f"router is a {kind}, whose columns may lie in any slots: pass "
+            "column_to_slot=composition.column_to_slot (of a bank alone "
+            "bank.column_to_slot(digests)), or **composition.routed"
+        )
     leaves = jax.tree.leaves((router, adapters, column_to_slot))
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+    if learned or any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return
-    kind = type(router).__name__
     layers = [adapters] if isinstance(adapters, Mapping) else adapters
     ranks = [np.atleast_2d(stack.ranks) for each in layers for stack in each.values()]
     num_slots = ranks[0].shape[1]
     slots = np.arange(num_slots) if column_to_slot is None else np.asarray(column_to_slot)
-    if router.decision != "input":
-        if router.num_columns != len(slots) and column_to_slot is None:
-            raise ValueError(
-                f"{kind} has {router.num_columns} columns and the bank {num_slots} slots: pass "
-                "column_to_slot (Composition.column_to_slot, or bank.column_to_slot(digests))"
-            )
-        return
     table = getattr(router, "table", None)
     if table is not None and vocab_size is not None and table[...].shape[0] < vocab_size:
         raise ValueError(

@@ -136,7 +136,7 @@ def evaluate(
         >>> routed.token_nll.shape, routed.routing.adapter_ids.shape  # (W, S), (L, W, S, k)
         ((4, 16), (4, 4, 16, 1))
     """
-    check_models(decoder, adapters, router, column_to_slot)
+    check_models(decoder, adapters, router)
     if not isinstance(windows, Batch):
         raise ValueError(
             f"windows is a {type(windows).__name__}: expected a Batch, as read_windows(FILE, "

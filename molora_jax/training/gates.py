@@ -85,7 +85,11 @@ def gate_loss(
     """Summed next-token loss with the adapter scaled by its gate."""
     decoder = frozen["decoder"]
     out = decoder(
-        batch.tokens, batch.mask, adapters=frozen["stacks"], router=AdapterGate(params["key"])
+        batch.tokens,
+        batch.mask,
+        adapters=frozen["stacks"],
+        router=AdapterGate(params["key"]),
+        column_to_slot=np.arange(1),
     )
     loss, weight = next_token_loss(decoder.logits(out.hidden), batch)
     return loss, weight, {}

@@ -281,7 +281,13 @@ class JointLoss:
         temperature = batch.temperature[0, 0]
         router = moved_router(frozen["router"], moves, frozen["router_lr"], temperature)
         decoder, mask = frozen["decoder"], batch.mask.reshape(-1)
-        out = decoder(batch.tokens, batch.mask, adapters=stacked(params["adapters"]), router=router)
+        out = decoder(
+            batch.tokens,
+            batch.mask,
+            adapters=stacked(params["adapters"]),
+            router=router,
+            column_to_slot=np.arange(router.num_columns),
+        )
         language, weight = next_token_loss(decoder.logits(out.hidden), batch)
         logits = out.router_logits
         parts = {

@@ -241,6 +241,7 @@ def test_unstacked_layers_compute_the_same(routed):
         how["router"] = LearnedRouter(
             config.hidden_size, K, top_k=TOP_K, num_layers=config.num_layers, rngs=nnx.Rngs(0)
         )
+        how["column_to_slot"] = np.arange(K)
 
     @jax.jit
     def run(decoder, how):

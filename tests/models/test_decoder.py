@@ -217,6 +217,10 @@ def routers(config, B, S):
     }
 
 
+def routed(adapters, router, *, num_slots=K):
+    return {"adapters": adapters, "router": router, "column_to_slot": np.arange(num_slots)}
+
+
 @pytest.mark.parametrize("kind", ["fixed", "sequence", "vocabulary", "per_layer", "shared"])
 def test_routed_logits_equal_a_plain_forward_with_the_same_decisions(kind):
     config = tiny_config()
@@ -227,7 +231,7 @@ def test_routed_logits_equal_a_plain_forward_with_the_same_decisions(kind):
     base = forward(decoder, jnp.asarray(tokens))[1]
     outs, logits = zip(
         *(
-            forward(decoder, jnp.asarray(tokens), adapters=stacks, router=router, unroll=unroll)
+            forward(decoder, jnp.asarray(tokens), **routed(stacks, router), unroll=unroll)
             for unroll in (False, True)
         ),
         strict=True,
@@ -252,12 +256,12 @@ def test_routed_decode_takes_the_decisions_of_one_pass(kind):
     config = tiny_config()
     decoder, stacks = Decoder(config, random_arrays(config)), random_stacks(config)
     tokens = jnp.asarray(np.random.default_rng(8).integers(0, config.vocab_size, (2, 9)))
-    routed = {"adapters": stacks, "router": routers(config, 2, 9)[kind]}
-    whole, _ = forward(decoder, tokens, **routed)
-    out, cache = prefill(decoder, tokens[:, :6], jnp.ones((2, 6), bool), cache_size=9, **routed)
+    given = routed(stacks, routers(config, 2, 9)[kind])
+    whole, _ = forward(decoder, tokens, **given)
+    out, cache = prefill(decoder, tokens[:, :6], jnp.ones((2, 6), bool), cache_size=9, **given)
     for at in range(6, 9):
         state = out.router_state
-        out, cache = decode(decoder, tokens[:, at], cache, router_state=state, **routed)
+        out, cache = decode(decoder, tokens[:, at], cache, router_state=state, **given)
         np.testing.assert_allclose(out.hidden[:, 0], whole.hidden[:, at], atol=2e-4)
         ids = np.asarray(whole.routing.adapter_ids).reshape(config.num_layers, 2, 9, -1)
         np.testing.assert_array_equal(out.routing.adapter_ids, ids[:, :, at])
@@ -271,18 +275,18 @@ def test_adapters_layer_by_layer_compute_the_same(kind):
     tokens = jnp.asarray(np.random.default_rng(8).integers(0, config.vocab_size, (2, 7)))
     router = routers(config, 2, 7)[kind]
     ways = {"stacked": (decoder, stacks), "layers": (decoder.unstacked(), layers)}
-    found = {n: forward(d, tokens, adapters=a, router=router)[1] for n, (d, a) in ways.items()}
+    found = {n: forward(d, tokens, **routed(a, router))[1] for n, (d, a) in ways.items()}
     np.testing.assert_allclose(found["layers"], found["stacked"], atol=1e-5)
     _, cache = prefill(
-        decoder, tokens[:, :6], jnp.ones((2, 6), bool), cache_size=9, adapters=stacks, router=router
+        decoder, tokens[:, :6], jnp.ones((2, 6), bool), cache_size=9, **routed(stacks, router)
     )
     steps = [
-        decode(d, tokens[:, 6], jax.tree.map(jnp.copy, cache), adapters=a, router=router)[0].hidden
+        decode(d, tokens[:, 6], jax.tree.map(jnp.copy, cache), **routed(a, router))[0].hidden
         for d, a in ways.values()
     ]
     np.testing.assert_allclose(steps[0], steps[1], atol=1e-5)
     with pytest.raises(ValueError, match="given layer by layer, which a scan"):
-        decoder(tokens, adapters=layers, router=router)
+        decoder(tokens, **routed(layers, router))
     if kind == "sequence":
         gone = [jax.tree.map(jnp.zeros_like, each) for each in layers]
         with pytest.raises(ValueError, match="slot 2, which is empty"):
@@ -342,12 +346,12 @@ def test_ids_outside_the_vocabulary_are_refused_and_inside_jit_give_nan_and_no_a
         tokens = jnp.asarray([[3, 4, wrong], [5, 6, 7]])
         with pytest.raises(ValueError, match=rf"tokens\[0, 2\] is token id {wrong}, .* of 53 ids"):
             decoder(tokens)
-        out, logits = forward(decoder, tokens, adapters=stacks, router=router)
+        out, logits = forward(decoder, tokens, **routed(stacks, router))
         assert np.isnan(logits[0]).all()  # a hidden value counts 0, and 0·NaN is NaN
         ids = np.asarray(out.routing.adapter_ids).reshape(config.num_layers, 2, 3, 2)
         assert (ids[:, 0, 2] == -1).all() and (ids[0, :, :2] >= 0).all()
         # The other row, and a row that only pads with the id, are as ever.
-        _, expected = forward(decoder, tokens.at[0, 2].set(8), adapters=stacks, router=router)
+        _, expected = forward(decoder, tokens.at[0, 2].set(8), **routed(stacks, router))
         np.testing.assert_array_equal(logits[1], expected[1])
         mask = jnp.asarray([[True, True, False], [True] * 3])
         assert np.isfinite(forward(decoder, tokens, mask)[1]).all()
@@ -363,11 +367,11 @@ def test_a_bank_of_one_adapter_under_a_learned_router_is_plain_lora_bit_for_bit(
     for place in ({"num_layers": config.num_layers}, {"after_layer": 0}):
         for gate in ("softmax", "unit"):
             router = LearnedRouter(24, 1, top_k=1, gate=gate, rngs=nnx.Rngs(1), **place)
-            routed = forward(decoder, tokens, adapters=one, router=router)[1]
+            found = forward(decoder, tokens, **routed(one, router, num_slots=1))[1]
             if "num_layers" in place:
-                np.testing.assert_array_equal(routed, plain)
+                np.testing.assert_array_equal(found, plain)
             else:  # the layers up to the deciding one use no adapter
-                assert not np.array_equal(routed, plain)
+                assert not np.array_equal(found, plain)
 
 
 def test_adapters_without_a_router_are_refused():
@@ -385,4 +389,4 @@ def test_a_shared_router_must_leave_a_layer():
     router = LearnedRouter(config.hidden_size, K, after_layer=2, top_k=1, rngs=nnx.Rngs(0))
     decoder = Decoder(config, random_arrays(config))
     with pytest.raises(ValueError, match="after_layer 2 leaves no layer"):
-        decoder(jnp.zeros((1, 3), jnp.int32), adapters=random_stacks(config), router=router)
+        decoder(jnp.zeros((1, 3), jnp.int32), **routed(random_stacks(config), router))

@@ -233,7 +233,8 @@ def test_xlora(case, base, tmp_path, worst):
         gates = scale * np.asarray(jax.nn.softmax(jnp.asarray(scores), axis=-1))
         ids = np.argsort(-gates, axis=-1)[..., : settings.get("top_k_lora", C)].astype(np.int32)
         router = FixedRouter(ids, np.take_along_axis(gates, ids, axis=-1))
-    out = decoder(tokens, mask, adapters=bank_of(decoder, *adapters).stacks, router=router)
+    stacks = bank_of(decoder, *adapters).stacks
+    out = decoder(tokens, mask, adapters=stacks, router=router, column_to_slot=np.arange(C))
     ours = np.asarray(decoder.logits(out.hidden))
     assert np.abs(theirs - base[2])[mask].max() > VISIBLE
     worst("X-LoRA", ours[mask] - theirs[mask])

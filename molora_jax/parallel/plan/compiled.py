@@ -119,7 +119,9 @@ def _decode(config: ModelConfig, work: Workload, mesh: Mesh) -> tuple:
     """One greedy step of all rows, the cache donated."""
 
     def step(decoder, tokens, active, cache, adapters, router):
-        out, cache = decoder.decode(tokens, cache, active=active, adapters=adapters, router=router)
+        routed = {"adapters": adapters, "router": router}
+        slots = np.arange(router.num_columns)
+        out, cache = decoder.decode(tokens, cache, active=active, **routed, column_to_slot=slots)
         return jnp.argmax(decoder.logits(out.hidden[:, 0]), axis=-1), cache
 
     made = trees(config, work)
