@@ -1,14 +1,20 @@
 """Gathers the statistics of one adapter's own data: a pass of the frozen base, no other text."""
 
+import hashlib
+import json
+from pathlib import Path
+
 import jax
 import numpy as np
 from absl import logging
 from jaxtyping import Array, Int
 
 from molora_jax.display.progress import Progress
+from molora_jax.files import read_json
 from molora_jax.generation.generate import generate
 from molora_jax.generation.sampling import Sampling
 from molora_jax.models import BaseModel
+from molora_jax.models.cache import cache_folder, write_atomically
 from molora_jax.models.decoder import Decoder
 from molora_jax.parallel import computing, current_mesh, fetch, place
 from molora_jax.routing.statistics import RouterStatistics, few_tokens
@@ -103,12 +109,21 @@ def self_written(base: BaseModel, *, length: int, rows: int = 32) -> Int[np.ndar
 
     P = rows. The base is let to write twice `length` tokens, or as many as it has positions for,
     and each row begins somewhere in what is over: foreign text is mostly a cut from the middle.
+
+    It takes longer than reading an adapter's data, so MOLORA_CACHE keeps it for the next adapter.
     """
-    key = (base.digest, length, rows)
+    # What else decides: the last bit of a logit may turn a draw.
+    device, dtype = jax.devices()[0].device_kind, base.decoder.embedding[...].dtype.name
+    key = f"{base.digest} {dtype} {length} {rows} {device} {jax.__version__}"
+    file = cache_folder() / "foreign_text" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+    # Of several processes all write, or none: the cache of one may be another folder.
+    alone = jax.process_count() == 1
+    if key not in _WRITTEN and alone and (kept := _kept(file, (rows, length))) is not None:
+        _WRITTEN[key] = kept
     if key not in _WRITTEN:
         first = base.tokenizer.encode("\n")
         count = min(2 * length, base.config.max_positions - len(first))
-        with Progress("the base writes foreign text", count, compiles=2) as progress:
+        with Progress("the base writes text that is no adapter's", count, compiles=2) as progress:
             written = generate(
                 base.decoder,
                 [first] * rows,
@@ -120,11 +135,21 @@ def self_written(base: BaseModel, *, length: int, rows: int = 32) -> Int[np.ndar
         _WRITTEN[key] = np.stack(
             [row.tokens[at : at + length] for row, at in zip(written, starts, strict=True)]
         )
+        if alone:
+            write_atomically(file, json.dumps({"key": key, "tokens": _WRITTEN[key].tolist()}))
     return _WRITTEN[key]
 
 
-# It takes longer than reading the adapter's data, and is the same for every adapter of a base.
-_WRITTEN: dict[tuple[str, int, int], np.ndarray] = {}
+_WRITTEN: dict[str, np.ndarray] = {}
+
+
+def _kept(file: Path, shape: tuple[int, int]) -> np.ndarray | None:
+    """The token ids in a file of the cache; None where there are none of that shape."""
+    try:
+        tokens = np.asarray(read_json(file, where=str(file)).get("tokens"))
+    except (ValueError, OSError):
+        return None
+    return tokens if tokens.shape == shape and tokens.dtype.kind == "i" else None
 
 
 @jax.jit

@@ -7,6 +7,7 @@ import pytest
 
 from molora_jax.models import load_base
 from molora_jax.routing.statistics import normalize
+from molora_jax.training import statistics
 from molora_jax.training.data import make_batch
 from molora_jax.training.statistics import gather_statistics, self_written
 
@@ -69,14 +70,40 @@ def test_a_prompt_counts_as_its_answer_does_and_what_cannot_be_read_is_refused(b
         gather_statistics(base, make_batch(long, long > 0, long > 0))
 
 
-def test_the_base_writes_the_same_foreign_text_for_everybody(base):
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty one, in memory and on the disk."""
+    monkeypatch.setenv("MOLORA_CACHE", str(tmp_path))
+    monkeypatch.setattr(statistics, "_WRITTEN", {})
+    return tmp_path / "foreign_text"
+
+
+def test_the_base_writes_the_same_foreign_text_for_everybody(base, cache):
     text = self_written(base, length=6, rows=3)
     assert text.shape == (3, 6)
     again = load_base("tiny-random")  # another process, as it were
     again = dataclasses.replace(again, digest="anew")
     np.testing.assert_array_equal(text, self_written(again, length=6, rows=3))
+    assert len(list(cache.iterdir())) == 2
     assert len(np.unique(text, axis=0)) == 3
     assert len(np.unique(text)) > 5
+
+
+def test_foreign_text_is_written_once_for_all_processes(base, cache, monkeypatch):
+    text = self_written(base, length=6, rows=3)
+    (file,) = cache.iterdir()
+    whole = file.read_text()
+    damaged = [whole[:20], "", whole.replace("[[", "[[0, "), '{"tokens": [["a"]]}', "{}"]
+    for kept in [whole, *damaged]:
+        file.write_text(kept)
+        monkeypatch.setattr(statistics, "_WRITTEN", {})
+        if kept == whole:
+            with monkeypatch.context() as patch:
+                patch.setattr(statistics, "generate", None)
+                np.testing.assert_array_equal(text, self_written(base, length=6, rows=3))
+        else:
+            np.testing.assert_array_equal(text, self_written(base, length=6, rows=3))
+        assert file.read_text() == whole
 
 
 def test_bad_windows_and_prefixes_are_refused(base):
@@ -88,7 +115,7 @@ def test_bad_windows_and_prefixes_are_refused(base):
         gather_statistics(base, bad, num_features=8)
 
 
-def test_windows_as_long_as_the_context_have_foreign_text_too(base):
+def test_windows_as_long_as_the_context_have_foreign_text_too(base, cache):
     small = dataclasses.replace(base, config=dataclasses.replace(base.config, max_positions=24))
     text = self_written(dataclasses.replace(small, digest="short"), length=18, rows=2)
     assert text.shape == (2, 18)
