@@ -23,7 +23,8 @@ class Progress:
     lasting          the numbers are worth keeping: the bar stays when it is done, and a log has a
                      line for the first and the last step, on standard output. What is not lasting
                      leaves nothing behind, and goes to standard error
-    compiles         so many steps at first compile, and do not tell how long the rest will take
+    compiles         so many steps at first compile, as a bar says, and do not tell how long the
+                     rest will take
     seconds_between  of two lines in a log, at least
     """
 
@@ -77,7 +78,9 @@ class Progress:
             redirect_stdout=_moves(sys.stdout),
             redirect_stderr=_moves(sys.stderr),
         )
-        self.task = self.bar.add_task(self.name, total=self.total, completed=self.done, said="")
+        self.task = self.bar.add_task(
+            self.name, total=self.total, completed=self.done, said=self._compiling()
+        )
         self.bar.start()
 
     def __exit__(self, *_) -> None:
@@ -93,11 +96,13 @@ class Progress:
         """One more step is done; `said` is what to show of it."""
         now = time.monotonic()
         self.done += 1
-        said = f"{said}  {self._time_left(now)}".strip()
+        left = self._time_left(now)
         if self.bar is not None:
+            said = f"{said}  {left or self._compiling()}".strip()
             self.bar.update(self.task, advance=1, said=said)
         elif _shown is self and (self._ends_a_log if self.done == self.total else now >= self.due):
             self.due = now + self.seconds_between
+            said = f"{said}  {left}".strip()
             self._print(f"{self.name}  {self.done}/{self.total}  {said}".rstrip())
 
     @property
@@ -108,6 +113,9 @@ class Progress:
     def _print(self, line: str) -> None:
         self.said_before = True
         print(line, file=self.stream, flush=True)
+
+    def _compiling(self) -> str:
+        return "compiling" if self.compiles > 0 and self.done != self.total else ""
 
     def _time_left(self, now: float) -> str:
         self.compiles -= 1

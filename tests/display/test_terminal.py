@@ -173,11 +173,13 @@ def test_a_bar_goes_away_and_what_is_within_shows_none(monkeypatch):
     stream = Stream(True)
     monkeypatch.setattr(progress.sys, "stderr", stream)
     with Progress("reading", 2) as bar:
+        assert "compiling" in stream.getvalue()
         with waiting("a part"), Progress("another", 1) as part:
             part.update()
         bar.update("said")
         bar.bar.refresh()
     text = stream.getvalue()
+    assert "compiling" not in text[text.index("1/2") :]
     assert "reading" in text and "1/2" in text and "said" in text
     assert "a part" not in text and "another" not in text
     assert text.endswith("\x1b[2K")  # the line is cleared
