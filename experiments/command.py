@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 
 from molora_jax.ending import leave
-from molora_jax.tools.arguments import VERBS
+from molora_jax.tools.arguments import VERBS, options
 
 OTHERS = ("run", "results", "plan", "completion")
 
@@ -69,25 +69,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def completion(shell: str) -> str:
-    """Lines for a shell that complete verbs, flags, experiments, scales and names of fields."""
+    """Lines for a shell that complete verbs and their options, experiments, scales and fields."""
     from experiments import field_names, registry
 
     fields = [
         f"    {name}) fields='{' '.join(f'{each}=' for each in field_names.names(entry.module))}';;"
         for name, entry in registry.EXPERIMENTS.items()
     ]
+    verbs = [f"    {verb}) options='{' '.join(all_of)}';;" for verb, all_of in options().items()]
     flags = "--experiment= --scale= --sweep= --seed= --workdir= --fields --list --rerun --help"
     zsh = ["autoload -Uz bashcompinit && bashcompinit"] if shell == "zsh" else []
     return "\n".join(
         [
             *zsh,
             "_molora() {",
-            "  local word=${COMP_WORDS[COMP_CWORD]} before= name=compose fields= at next",
+            "  local word=${COMP_WORDS[COMP_CWORD]} before= name=compose fields= options= at next",
             '  if [ "$COMP_CWORD" -eq 1 ]; then',
             f"    COMPREPLY=($(compgen -W '{' '.join((*OTHERS, *VERBS))}' -- \"$word\"))",
             "    return",
             "  fi",
-            '  [ "${COMP_WORDS[1]}" = run ] || return',
+            '  if [ "${COMP_WORDS[1]}" != run ]; then',
+            "    case ${COMP_WORDS[1]} in",
+            *verbs,
+            "    esac",
+            '    [[ $word == -* ]] && COMPREPLY=($(compgen -W "$options" -- "$word"))',
+            "    return",
+            "  fi",
             # bash ends a word at =, so what follows it is a word of its own.
             '  if [ "$word" = = ]; then word= before=${COMP_WORDS[COMP_CWORD-1]}',
             '  elif [ "${COMP_WORDS[COMP_CWORD-1]}" = = ]; then',

@@ -59,9 +59,14 @@ class Parser(argparse.ArgumentParser):
             message = f"unknown {choice[1]!r} (known: {', '.join(known)}){hint(choice[1], known)}"
         raise Misuse(f"{message} (see --help)")
 
+    def options(self) -> list[str]:
+        """All that it takes: --help, --base, ..."""
+        every = [option for action in self._actions for option in action.option_strings]
+        return [option for option in every if option.startswith("--")]
+
     def refuse_unknown(self, argv: Sequence[str]) -> None:
         """A misspelt option, before argparse finds something else missing for want of it."""
-        known = [option for action in self._actions for option in action.option_strings]
+        known = self.options()
         for name in (item.split("=")[0] for item in argv if item.startswith("--") and item != "--"):
             if name not in known:
                 self.error(f"unknown option {name}{hint(name, known)}")
@@ -72,17 +77,28 @@ def parse(argv: Sequence[str], *, prog: str = "python -m molora_jax.tools") -> a
 
     Raises Misuse; --help prints and leaves with 0.
     """
+    parser, of_verb = _parsers(prog)
+    if argv and argv[0] in of_verb:
+        of_verb[argv[0]].refuse_unknown(argv[1:])
+    return _expanded(parser.parse_args(list(argv)))
+
+
+def options() -> dict[str, list[str]]:
+    """{verb: its options}, for a shell to complete."""
+    return {verb: parser.options() for verb, parser in _parsers("molora")[1].items()}
+
+
+def _parsers(prog: str) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of all verbs, and that of each."""
     parser = Parser(prog=prog, description="Tools for adapter folders and models.")
     parser.set_defaults(prog=prog)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    parsers = {}
+    of_verb = {}
     for name, add in _ADD.items():
         summary = str(add.__doc__)
-        parsers[name] = verbs.add_parser(name, help=summary, description=summary)
-        add(parsers[name])
-    if argv and argv[0] in parsers:
-        parsers[argv[0]].refuse_unknown(argv[1:])
-    return _expanded(parser.parse_args(list(argv)))
+        of_verb[name] = verbs.add_parser(name, help=summary, description=summary)
+        add(of_verb[name])
+    return parser, of_verb
 
 
 def _expanded(args: argparse.Namespace) -> argparse.Namespace:

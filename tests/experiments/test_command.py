@@ -49,6 +49,9 @@ def test_it_plans_compares_and_says_its_version(capsys):
         ("molora run --experiment train_adapter lr=1 ste", ["steps="]),
         ("molora run --experiment=train_adapter rank=--ex", []),
         ("molora run router_j", ["router_joined="]),
+        ("molora generate --compo", ["--composition"]),
+        ("molora compose a b --base tiny-random --add", ["--add_to"]),
+        ("molora generate --base tiny", []),
     ],
 )
 def test_a_shell_completes_words(line, wanted):
