@@ -69,19 +69,23 @@ class Config:
                 f"Config.compare = {self.compare!r} and Config.compare_top_k = "
                 f"{self.compare_top_k}: give one, two routers are shown at most"
             )
+        from molora_jax.files import near_path
+
         for field in ("composition", "compare"):
             value = getattr(self, field)
             if value and not (pathlib.Path(value) / "molora.json").is_file():
                 raise ValueError(
                     f"Config.{field} = {value!r}: there is no composition (a folder with "
-                    "molora.json, as Composition.save writes it)"
+                    f"molora.json, as Composition.save writes it){near_path(value)}"
                 )
         for index, text in enumerate(self.given_texts()):
             if not text:
                 raise ValueError(f"Config.texts[{index}] is empty: give a text to read")
         for path in self.text_files:
             if not pathlib.Path(path).is_file():
-                raise ValueError(f"Config.text_files names {path!r}: there is no such file")
+                raise ValueError(
+                    f"Config.text_files names {path!r}: there is no such file{near_path(path)}"
+                )
 
     def given_texts(self) -> tuple[str, ...]:
         """Those of `texts`, or the built-in one where nothing was given."""

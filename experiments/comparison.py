@@ -24,6 +24,7 @@ from experiments.entries import DIGEST, Entry, find, read
 from experiments.run_folder import markdown, show
 from molora_jax import display
 from molora_jax.display import terminal
+from molora_jax.files import naming_path
 from molora_jax.tools.arguments import Parser
 
 PROG = "python -m experiments.results"
@@ -330,7 +331,7 @@ def main(arguments: Sequence[str]) -> int:
         raise
     except (ValueError, OSError) as error:
         print(f"{prog}: {registry.one_line(str(error))}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, OSError) else 2
 
 
 def _path(text: str) -> pathlib.Path:
@@ -377,5 +378,6 @@ def _compared(asked: argparse.Namespace) -> int:
             each.print()
         if asked.out:
             folder = asked.out if len(groups) == 1 else asked.out / each.experiment
-            print(each.write(folder), file=sys.stderr)
+            with naming_path(folder):
+                print(each.write(folder), file=sys.stderr)
     return 0

@@ -56,12 +56,17 @@ def find(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
     Raises:
       ValueError: one is no run and holds none.
     """
+    from molora_jax.files import near_path
+
     found: dict[pathlib.Path, pathlib.Path] = {}
     for path in paths:
         below = [path] if (path / RESULT).exists() else sorted(_runs_below(path))
         if not below:
+            near = "" if path.is_dir() else near_path(path)
             what = f"no {RESULT} there or below" if path.is_dir() else "there is no such folder"
-            raise ValueError(f"{path}: {what}; expected a run's folder, or one that holds runs")
+            raise ValueError(
+                f"{path}: expected a run's folder, or one that holds runs; {what}{near}"
+            )
         for each in below:
             found.setdefault(each.resolve(), each)
     return list(found.values())

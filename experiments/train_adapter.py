@@ -14,6 +14,7 @@ from experiments.run_folder import check_out, check_own, deliver
 from experiments.shipped import statistics_of
 from molora_jax.adapters import Adapter, AdapterBank, AdapterCard, load_adapter, save_adapter
 from molora_jax.adapters.peft_folder import ADAPTER_FILES
+from molora_jax.files import near_path
 from molora_jax.models import base_digest, load_base
 from molora_jax.models.digest import file_digest
 from molora_jax.training import (
@@ -90,7 +91,9 @@ class Config(TrainConfig):
         for field in ("data", "heldout"):
             path = getattr(self, field)
             if path and not pathlib.Path(path).is_file():
-                raise ValueError(f"Config.{field} = {path!r}: there is no such file")
+                raise ValueError(
+                    f"Config.{field} = {path!r}: there is no such file{near_path(path)}"
+                )
         self._resolve()
         try:
             object.__setattr__(self, "projections", self.training().projections)  # in order

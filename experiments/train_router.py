@@ -7,6 +7,7 @@ from experiments.registry import check_config, place, repeated
 from experiments.run_folder import check_out, check_own, deliver
 from molora_jax.adapters import AdapterBank, Composition, load_adapter
 from molora_jax.adapters.composition_record import ADAPTERS_FOLDER, RECORD_FILE, ROUTER_FILE
+from molora_jax.files import near_path
 from molora_jax.models import base_digest, load_base
 from molora_jax.models.digest import file_digest
 from molora_jax.training import (
@@ -66,7 +67,9 @@ class Config(RouterTrainConfig):
             )
         for path in (*self.data, *self.heldout):
             if not pathlib.Path(path).is_file():
-                raise ValueError(f"Config.data or heldout names {path!r}: there is no such file")
+                raise ValueError(
+                    f"Config.data or heldout names {path!r}: there is no such file{near_path(path)}"
+                )
         check_out(self.out, {ROUTER_FILE, RECORD_FILE, ADAPTERS_FOLDER})
 
     def training(self) -> RouterTrainConfig:

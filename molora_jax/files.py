@@ -7,6 +7,7 @@ after they were held against its length, so a damaged header cannot ask for memo
 
 import collections
 import contextlib
+import difflib
 import json
 import math
 import os
@@ -59,7 +60,9 @@ def open_file(path: str | Path, *, where: str, root: str | Path | None = None) -
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{where}: there is no file {one_line(str(path))}") from None
+        raise FileNotFoundError(
+            f"{where}: there is no file {one_line(str(path))}{near_path(path)}"
+        ) from None
     except (OSError, ValueError) as error:  # too long a name, a loop of links, a zero byte
         name = one_line(repr(str(path)))
         raise ValueError(f"{where}: {name} is no path: {one_line(str(error))}") from None
@@ -77,6 +80,21 @@ def open_file(path: str | Path, *, where: str, root: str | Path | None = None) -
         file.close()
         raise ValueError(f"{where} {problem}")
     return file
+
+
+def near_path(path: str | Path) -> str:
+    """The end of a message that `path` is not there: what beside it is named most alike, or ""."""
+    path = Path(path)
+    try:
+        absent = next(each for each in (*reversed(path.parents), path) if not os.path.lexists(each))
+        near = difflib.get_close_matches(absent.name, os.listdir(absent.parent), n=1)
+        if not near:
+            return ""
+        beside = absent.with_name(near[0])
+        whole = beside / path.relative_to(absent)
+        return f"; did you mean {one_line(str(whole if whole.exists() else beside))}?"
+    except (OSError, ValueError, StopIteration):  # too long a name, a folder that may not be listed
+        return ""
 
 
 def read_text(
@@ -193,6 +211,17 @@ def naming(where: object) -> Iterator[None]:
         if str(where) in text:
             raise
         raise ValueError(f"{where}: {text}") from error
+
+
+@contextlib.contextmanager
+def naming_path(path: str | Path) -> Iterator[None]:
+    """OSErrors inside that name no file, as a full disk's, name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 class StoredTensors:

@@ -1,5 +1,6 @@
 """Files that others wrote: what is refused, in one line, and that the rest is read exactly."""
 
+import errno
 import json
 import os
 import pickle
@@ -12,7 +13,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from molora_jax.files import DTYPES, inside, read_json, read_safetensors, read_text
+from molora_jax.files import (
+    DTYPES,
+    inside,
+    naming_path,
+    near_path,
+    read_json,
+    read_safetensors,
+    read_text,
+)
 
 
 def stored(header, data=b"", *, length=None) -> bytes:
@@ -229,3 +238,28 @@ def test_a_snapshot_of_the_hugging_face_cache_reaches_its_own_blobs_alone(tmp_pa
         assert read_json(root / "adapter_config.json", where="it", root=root) == {"r": 8}
     with pytest.raises(ValueError, match="leads out of"):
         read_json(snapshot / "other.json", where="it", root=snapshot)
+
+
+def test_a_mistyped_path_has_the_nearest_beside_it_in_its_message(tmp_path):
+    (tmp_path / "adapters" / "code").mkdir(parents=True)
+    (tmp_path / "code.jsonl").touch()
+    for wrong, right in [
+        ("cod.jsonl", "code.jsonl"),
+        ("adapter/code", "adapters/code"),
+        ("adapter/math", "adapters"),
+        ("adapters/coed", "adapters/code"),
+    ]:
+        assert near_path(tmp_path / wrong) == f"; did you mean {tmp_path / right}?"
+    for wrong in ("quite/other", "code.jsonl/file", "", "code.jsonl", "a" * 5000, "a\0b"):
+        assert near_path(tmp_path / wrong) == ""
+    with pytest.raises(FileNotFoundError, match=r"did you mean .*/code\.jsonl\?"):
+        read_text(tmp_path / "code.json", where="text")
+
+
+def test_a_full_disk_names_what_was_written():
+    with pytest.raises(OSError, match=r"No space left on device: 'out/x'"), naming_path("out/x"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(FileNotFoundError, match="'there'"), naming_path("out/x"):
+        raise FileNotFoundError(errno.ENOENT, "none", "there")
+    with pytest.raises(OSError, match="own words"), naming_path("out/x"):
+        raise OSError("own words")

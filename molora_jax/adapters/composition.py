@@ -233,7 +233,7 @@ class Composition:
             text = f"composition {folder}: {'; '.join(problems)}"
             if not allow_missing:
                 raise ValueError(
-                    f"{text}. Put the saved files back, or pass allow_missing=True to run without"
+                    f"{text}. Put the saved files back; in Python allow_missing=True runs without"
                 )
             logging.warning("%s", text)
         return composition
@@ -268,14 +268,15 @@ def _load_base(record: Record, folder: Path) -> BaseModel:
 def _check_base(record: Record, base: BaseModel, *, allow_other_base: bool) -> None:
     if record.base_sha256 == base.digest:
         return
+    name = _saved_name(record.base_name)
     text = (
-        f"this composition was made for the base {_saved_name(record.base_name) or LOCAL_PATH!r} "
+        f"this composition was made for the base {repr(name) if name else 'of a path, not saved,'} "
         f"(sha256:{record.base_sha256[:12]}), not for {base.name!r} (sha256:{base.digest[:12]})"
     )
     if not allow_other_base:
         raise ValueError(
-            f"{text}: its adapters and router were trained on other weights. Load that base, or "
-            "pass allow_other_base=True to try"
+            f"{text}: its adapters and router were trained on other weights. Load that base; in "
+            "Python allow_other_base=True tries this one"
         )
     logging.warning("%s", text)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from molora_jax.adapters.names import PROJECTIONS, brief, check_label, nearest, shortened
-from molora_jax.files import read_json, read_safetensors
+from molora_jax.files import near_path, read_json, read_safetensors
 from molora_jax.routing.registry import (
     Router,
     build_router,
@@ -74,7 +74,9 @@ def read_record(folder: Path) -> Record:
     """Reads molora.json. Raises FileNotFoundError, or ValueError naming the field and its value."""
     file = folder / RECORD_FILE
     if not file.is_file():
-        raise FileNotFoundError(f"no composition at {folder}: expected a folder with {RECORD_FILE}")
+        raise FileNotFoundError(
+            f"no composition at {folder}: expected a folder with {RECORD_FILE}{near_path(folder)}"
+        )
     record = read_json(file, where=str(file), root=folder)
     version = record.get("format_version")
     if type(version) is not int or version != FORMAT_VERSION:

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator, Set
 from pathlib import Path
 
+from molora_jax.files import naming_path
+
 
 @contextlib.contextmanager
 def new_folder(path: str | Path, *, owned: Set[str], overwrite: bool) -> Iterator[Path]:
@@ -15,7 +17,8 @@ def new_folder(path: str | Path, *, owned: Set[str], overwrite: bool) -> Iterato
     An existing folder is replaced only with `overwrite`, and only where it holds nothing but
     `owned` names, so that a mistyped path cannot delete somebody's data.
 
-    Raises as `check_folder`.
+    Raises as `check_folder`; an OSError of the block that names no file, as that of a full disk,
+    names the folder.
     """
     path = Path(path)
     check_folder(path, owned=owned, overwrite=overwrite)
@@ -24,7 +27,8 @@ def new_folder(path: str | Path, *, owned: Set[str], overwrite: bool) -> Iterato
     temporary = path.with_name(f".{path.name}.new-{mark}")
     temporary.mkdir()
     try:
-        yield temporary
+        with naming_path(path):
+            yield temporary
         if path.exists():
             old = path.rename(path.with_name(f".{path.name}.old-{mark}"))
             try:

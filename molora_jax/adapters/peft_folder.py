@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from molora_jax.adapters.names import nearest, shortened
-from molora_jax.files import read_json, read_safetensors
+from molora_jax.files import near_path, read_json, read_safetensors
 from molora_jax.hub import HUB_NAME, cached_names, download_command, hub_repo, hub_snapshot
 from molora_jax.routing.statistics_file import STATISTICS_FILE
 
@@ -95,7 +95,7 @@ def find_peft_folder(path: str | Path) -> tuple[Path, str]:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"no adapter at {given}: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or "
-            "org/name of the Hugging Face cache"
+            f"org/name of the Hugging Face cache{near_path(given)}"
         )
     _check_files(folder)
     return folder, label

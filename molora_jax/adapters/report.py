@@ -97,7 +97,7 @@ class LoadReport:
         return report_table(self)._repr_html_()
 
 
-LOCAL_PATH = "(a local path)"
+LOCAL_PATH = "(a path, not shown)"
 
 
 def public_base_name(name: str | None) -> str | None:

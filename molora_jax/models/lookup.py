@@ -12,7 +12,7 @@ from absl import logging
 
 from molora_jax.adapters.report import public_base_name
 from molora_jax.display.progress import waiting
-from molora_jax.files import naming, one_line, read_json
+from molora_jax.files import naming, near_path, one_line, read_json
 from molora_jax.hub import (
     HUB_NAME,
     cached_names,
@@ -133,9 +133,10 @@ def _located(name: str) -> Path | None:
     if (match := HUB_NAME.fullmatch(name)) and not name.endswith(".gguf"):
         return _model_at(_hub_snapshot(*match.groups()), name)
     near = difflib.get_close_matches(name, [*NAMES, *cached_names()], n=3, cutoff=0.5)
+    hint = f"; did you mean {' or '.join(near)}?" if near else near_path(name)
     raise ValueError(
         f"base model {one_line(name)!r} is neither a path that exists nor a known name"
-        + (f"; did you mean {' or '.join(near)}?" if near else ".")
+        + (hint or ".")
         + f" Known are {', '.join(NAMES)}, a folder or .gguf file, and 'org/name' of the hub."
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 from safetensors.numpy import save as safetensors_bytes
 
-from molora_jax.files import StoredTensors, read_safetensors
+from molora_jax.files import StoredTensors, naming_path, read_safetensors
 from molora_jax.routing.statistics import RouterStatistics
 
 STATISTICS_FILE = "router_statistics.safetensors"
@@ -125,7 +125,8 @@ class PackedStatistics:
         arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         temporary = path.with_name(f".{path.name}.new-{secrets.token_hex(4)}")
         try:
-            temporary.write_bytes(safetensors_bytes(arrays, metadata=metadata))
+            with naming_path(path):
+                temporary.write_bytes(safetensors_bytes(arrays, metadata=metadata))
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -113,3 +113,5 @@ def _say(
         f"a token, {made.bank.dtype.name}; the router is {how[kind]}, nothing was trained",
         flush=True,
     )
+    if kind == "arrow" and all(each.statistics for each in adapters):
+        print("every adapter has statistics, which were not read: --router statistics uses them")

@@ -73,7 +73,7 @@ def composition_tables(found: Mapping[str, Any]) -> list[Table]:
                      each["base"] or "-", str(each["digest"])[:12]])  # fmt: skip
     arrays = ", ".join(f"{k} {v['shape']}" for k, v in found["router_arrays"].items())
     facts = [
-        ["base", f"{base['name'] or 'a local path'} (sha256:{base['sha256'][:12]})"],
+        ["base", f"{base['name'] or 'a path, not saved'} (sha256:{base['sha256'][:12]})"],
         ["bank", _settings(bank)],
         ["router", _settings(router)],
         ["arrays", arrays or "none"],

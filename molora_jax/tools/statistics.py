@@ -9,6 +9,7 @@ from molora_jax.adapters import load_adapter
 from molora_jax.adapters.folders import new_folder
 from molora_jax.adapters.peft_folder import ADAPTER_FILES, PEFT_FILES, find_peft_folder
 from molora_jax.display import warn
+from molora_jax.files import near_path
 from molora_jax.models import load_base
 from molora_jax.routing.statistics import few_tokens
 from molora_jax.routing.statistics_file import STATISTICS_FILE, save_statistics
@@ -30,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
             "statistics and all"
         )
     if not Path(args.data).exists():
-        raise ValueError(f"--data {args.data}: there is no such file; expected JSON lines")
+        raise ValueError(
+            f"--data {args.data}: there is no such file; expected JSON lines{near_path(args.data)}"
+        )
     base = load_base(args.base)
     adapter, report = load_adapter(folder, config=base.config, base_name=base.name)
     for text in report.warnings:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from molora_jax.files import naming_path
 from molora_jax.models.cache import write_atomically
 from molora_jax.parallel import broadcast, is_primary
 from molora_jax.training.checkpoint import CheckpointWriter, on_primary, restore_newest
@@ -116,11 +117,8 @@ class RunFolder:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        try:
-            with self.metrics.open("a") as file:
-                file.write(json.dumps(finite, allow_nan=False) + "\n")
-        except OSError as error:  # a full disk names no file of itself
-            raise OSError(error.errno, error.strerror, str(self.metrics)) from error
+        with naming_path(self.metrics), self.metrics.open("a") as file:
+            file.write(json.dumps(finite, allow_nan=False) + "\n")
 
     def _records(self, steps: int) -> list[dict]:
         """Those of the first `steps` steps, without what a kill cut short."""
