@@ -42,13 +42,17 @@ install = $(python) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
     $(python) -m pip install --disable-pip-version-check --quiet $(1); fi
 
 # Tests mostly wait for the compiler, which uses one core. A worker that crashes ends the run.
-PARALLEL := -n 2 --dist loadfile --max-worker-restart=0
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # What another Python or JAX may change: the maths and its programs, files, processes, command lines.
-# Experiments stand on these; kernels have one contract in many shapes, of which these are some.
-VERSIONED := $(addprefix tests/,adapters display generation models parallel routing serving tools training \
-  pallas_kernels/test_kernels.py experiments/test_launcher.py experiments/test_results.py experiments/test_settings.py \
-  test_public.py test_run.py test_setup.py)
+# Experiments stand on these; kernels have one contract in many shapes, and the server, the tools and
+# training many cases of the same programs, of which these are some. The examples of test_public.py
+# call all that is public.
+VERSIONED := $(addprefix tests/,adapters display generation models parallel routing \
+  $(addprefix serving/test_,answers.py clients.py command.py) $(addprefix tools/test_,generate_verb.py main.py) \
+  $(addprefix training/test_,adapter.py checkpoint.py evaluate.py loop.py losses.py run_folder.py) \
+  $(addprefix experiments/test_,launcher.py results.py settings.py) \
+  pallas_kernels/test_kernels.py test_public.py test_run.py test_setup.py)
 
 # markers of tests that need more than the extra "dev" installs
 NEEDS_MORE := parity or gpu or deviceless
@@ -84,7 +88,7 @@ parity: $(VENV)/.installed-oracles
 	$(python) -m pytest $(PARALLEL) -m parity $(PYTEST_ARGS)
 
 deviceless: $(VENV)/.installed-deviceless
-	$(python) -m pytest -m deviceless $(PYTEST_ARGS)
+	$(python) -m pytest $(PARALLEL) --dist worksteal -m deviceless $(PYTEST_ARGS)
 	$(python) -m pallas_kernels.deviceless $(DEVICELESS_ARGS)
 
 # Runs the notebooks and writes them as pages into out/notebooks, with the packages of their own

@@ -23,6 +23,17 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 COMPILED = ROOT / ".pytest_cache" / "programs"
 CHECKED_PACKAGES = ["molora_jax", "pallas_kernels"]
+# More than half a minute each, the others much less.
+LONGEST = (
+    "parallel/test_sharded.py",
+    "pallas_kernels/test_lora_delta.py",
+    "pallas_kernels/test_kernels.py",
+    "models/test_decoder.py",
+    "pallas_kernels/test_transforms.py",
+    "generation/test_engine.py",
+    "training/test_router.py",
+    "experiments/test_compose.py",
+)
 MOST_MAPS = 0  # between modules; a single one needs up to 23,000 more
 # What a marked test needs beyond the extra "dev", and the way to have it.
 NEEDED_MODULES = {
@@ -92,6 +103,12 @@ def _fail_instead_of_skipping(report):
         report.outcome = "failed"
         report.longrepr = f"{reason} (and MOLORA_REQUIRE_ALL is set)"
     return report
+
+
+def pytest_collection_modifyitems(items):
+    """The longest modules first: one that is begun last is waited for with an idle core."""
+    order = {ROOT / "tests" / name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.hookimpl(wrapper=True)

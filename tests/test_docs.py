@@ -187,10 +187,12 @@ def check_router(names) -> None:
         assert (ids == np.array([0, 0, 1, -1])[:, None, None]).all()
         tokens = jnp.asarray([[5, 6, 7]])
         mask = jnp.asarray([[True, True, False]])
-        out = names["read"](tokens, mask, names["bank"].stacks, names["same"])
-        ids = np.asarray(out.routing.adapter_ids)[..., 0]
-        np.testing.assert_array_equal(ids[:, 1], [0, 0, 1, -1])
-        assert (ids[:, 2] == -1).all()
+        for columns, expected in (([0, 1], [0, 0, 1, -1]), ([1, 0], [1, 1, 0, -1])):
+            columns = jnp.asarray(columns)
+            out = names["read"](tokens, mask, names["bank"].stacks, names["same"], columns)
+            ids = np.asarray(out.routing.adapter_ids)[..., 0]
+            np.testing.assert_array_equal(ids[:, 1], expected)
+            assert (ids[:, 2] == -1).all()
         layer = names["LayerRouter"](np.array([1]), num_columns=2)
         layer.columns = type(layer.columns)(jnp.asarray(1))
         routing, _, _ = layer(tokens, None, mask, None, jnp.asarray([1, 0]))
