@@ -67,6 +67,7 @@ def nearest(name: str, known: Iterable[str], *, count: int = 1) -> list[str]:
 def brief(value: object, *, limit: int = 80) -> str:
     """repr(value) for a message: one line, cut in its middle where it is long."""
     text = repr(value)
+    text = text if text.isprintable() else " ".join(text.split())  # an array's has lines
     return text if len(text) <= limit else f"{text[: limit - 21]}…{text[-20:]}"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from molora_jax.adapters import AdapterStack
-from molora_jax.call import check_models, check_prompts
+from molora_jax.call import check_decoder, check_prompts
 from molora_jax.display.progress import waiting
 from molora_jax.generation.sampling import Sampling, sample
 from molora_jax.models.decoder import Decoder
@@ -94,7 +94,7 @@ def generate(
         >>> len(answer.tokens), answer.routing.adapter_ids.shape  # (L, n, k)
         (3, (4, 5, 1))
     """
-    check_models(decoder, adapters, router)
+    check_decoder(decoder)
     check_prompts(prompts)
     config = decoder.config
     if not len(prompts):
@@ -125,8 +125,7 @@ def generate(
         tokens[row, start : start + len(prompt)] = prompt
         mask[row, start : start + len(prompt)] = True
 
-    if router is not None and adapters is not None:
-        check_reach(router, adapters, column_to_slot, vocab_size=config.vocab_size)
+    check_reach(router, adapters, column_to_slot, config=config)
 
     mesh = current_mesh()
     if mesh is not None:

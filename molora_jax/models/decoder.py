@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
+from molora_jax.adapters.names import brief
 from molora_jax.adapters.stack import Stacks
 from molora_jax.layers import MoLoRALinear, RoutedAdapters, linear, project, rms_norm
 from molora_jax.models.attention import attention, positions_of, rotate
@@ -221,16 +222,16 @@ class Decoder(nnx.Module):
         unroll          one graph of L layers instead of a scan: slower to compile, for a GPU; a
                         decoder that is `unstacked` always is
         """
-        if (adapters is None) != (router is None):
-            missing = "router" if router is None else "adapters"
-            raise ValueError(
-                f"{missing} is missing: adapters act only where a router sends a token, so pass "
-                "both (FixedRouter or SequenceRouter for a fixed choice), or neither for the base"
-            )
+        routed = self._routed(adapters, router, router_state, column_to_slot)
         if segments is not None and getattr(router, "recurrent", False):
             raise ValueError(
                 f"segments are given with a recurrent {type(router).__name__}, whose state would "
                 "go from one text to the next: expected one text a row"
+            )
+        if isinstance(tokens, str) or np.ndim(tokens) != 2:
+            raise ValueError(
+                f"tokens is {brief(tokens)}: expected (B, S) token ids, as "
+                "jnp.array([base.tokenizer.encode(text)])"
             )
         tokens = jnp.asarray(tokens)
         self._check_length("the batch has", tokens.shape[1])
@@ -257,7 +258,7 @@ class Decoder(nnx.Module):
                 "tokens": tokens,
                 "mask": jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask),
                 "segments": None if segments is None else jnp.asarray(segments),
-                **self._routed(adapters, router, router_state, column_to_slot),
+                **routed,
             },
             DecoderOutput(
                 **_SPLIT,
@@ -468,8 +469,7 @@ class Decoder(nnx.Module):
 
     def _routed(self, adapters, router, router_state, column_to_slot) -> dict[str, Any]:
         """What a pass is told of its routing, held against the bank where it can be read."""
-        if router is not None and adapters is not None:
-            check_reach(router, adapters, column_to_slot, vocab_size=self.config.vocab_size)
+        check_reach(router, adapters, column_to_slot, config=self.config)
         return {
             "adapters": adapters,
             "router": router,

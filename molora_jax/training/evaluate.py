@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from molora_jax.adapters import AdapterStack
-from molora_jax.call import check_models
+from molora_jax.call import check_decoder
 from molora_jax.display.progress import Progress
 from molora_jax.models.decoder import Decoder
 from molora_jax.parallel import computing, current_mesh, fetch, place, place_rows, token_shards
@@ -136,7 +136,7 @@ def evaluate(
         >>> routed.token_nll.shape, routed.routing.adapter_ids.shape  # (W, S), (L, W, S, k)
         ((4, 16), (4, 4, 16, 1))
     """
-    check_models(decoder, adapters, router)
+    check_decoder(decoder)
     if not isinstance(windows, Batch):
         raise ValueError(
             f"windows is a {type(windows).__name__}: expected a Batch, as read_windows(FILE, "
@@ -152,9 +152,9 @@ def evaluate(
         for start in starts:
             rows = windows.rows(slice(start, start + batch_size))
             batch = rows.filled(batch_size)
-            arm = router if router is None or isinstance(router, nnx.Module) else router(batch)
-            if arm is not None and adapters is not None:
-                check_reach(arm, adapters, column_to_slot, vocab_size=decoder.config.vocab_size)
+            made = callable(router) and not isinstance(router, nnx.Module)
+            arm = router(batch) if made else router  # type: ignore[misc]
+            check_reach(arm, adapters, column_to_slot, config=decoder.config)
             with computing(mesh):
                 token, choice = fetch(
                     _evaluate_batch(

@@ -201,8 +201,8 @@ def test_another_kind_of_argument_is_named_with_what_to_pass():
         ({"adapters": [bank], "router": learned}, "adapters is a list: expected bank.stacks"),
         ({"adapters": made}, "adapters is a composition: pass **composition.routed"),
         ({"adapters": bank.stacks, "router": made}, "router is a composition: pass **comp"),
-        ({"adapters": bank.stacks}, "adapters without router: pass both"),
-        ({"router": learned}, "router without adapters: pass both"),
+        ({"adapters": bank.stacks}, "adapters without router: adapters act only"),
+        ({"router": learned}, "router without adapters: adapters act only"),
         (asked, "column_to_slot=composition.column_to_slot"),
     ):
         given = {"decoder": base.decoder, **given}

@@ -378,9 +378,9 @@ def test_adapters_without_a_router_are_refused():
     config = tiny_config()
     decoder = Decoder(config, random_arrays(config))
     tokens = jnp.zeros((1, 3), jnp.int32)
-    with pytest.raises(ValueError, match="router is missing"):
+    with pytest.raises(ValueError, match="adapters without router"):
         decoder(tokens, adapters=random_stacks(config))
-    with pytest.raises(ValueError, match="adapters is missing"):
+    with pytest.raises(ValueError, match="router without adapters"):
         decoder(tokens, router=SequenceRouter(jnp.zeros(1, jnp.int32)))
 
 

@@ -1,5 +1,7 @@
 """The base served in place of an adapter: refused where the host can know."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +41,7 @@ def stacks():
 )
 def test_a_column_without_an_adapter_is_refused(stacks, router, column_to_slot, message):
     with pytest.raises(ValueError, match=message):
-        check_reach(router, stacks, column_to_slot, vocab_size=CONFIG.vocab_size)
+        check_reach(router, stacks, column_to_slot, config=CONFIG)
 
 
 def test_what_can_be_reached_passes(stacks):
@@ -48,10 +50,10 @@ def test_what_can_be_reached_passes(stacks):
         SequenceRouter(np.array([-1, 1])),
         VocabularyRouter(table),
     ):
-        check_reach(router, stacks, vocab_size=CONFIG.vocab_size)
-    check_reach(
-        LearnedRouter(24, 2, top_k=1, num_layers=1, rngs=nnx.Rngs(0)), stacks, np.array([0, -1])
-    )
+        check_reach(router, stacks, config=CONFIG)
+    learned = LearnedRouter(24, 2, top_k=1, num_layers=1, rngs=nnx.Rngs(0))
+    check_reach(learned, stacks, np.array([0, -1]), config=CONFIG)
+    check_reach(None, None, config=CONFIG)
 
 
 def test_a_pass_generate_and_evaluate_refuse_before_they_run(stacks):
@@ -71,6 +73,42 @@ def test_a_pass_generate_and_evaluate_refuse_before_they_run(stacks):
         evaluate(decoder, windows, adapters=stacks, router=single_arm(9))
     with pytest.raises(ValueError, match="max_new_tokens 0"):
         generate(decoder, [[1, 2]], max_new_tokens=0)
+
+
+@pytest.mark.parametrize(
+    "slots", [[5, 7], [0, 99], [-5, 1], [0.0, 1.0], [[0, 1]], [True, False], ["0", "1"], 1]
+)
+def test_a_map_of_slots_that_are_not_there_is_refused(stacks, slots):
+    router = LearnedRouter(24, 2, top_k=1, num_layers=1, rngs=nnx.Rngs(0))
+    for each in (router, SequenceRouter(np.array([0]))):
+        with pytest.raises(ValueError, match=r"column_to_slot is .* in a bank of 3 \(0 to 2\)"):
+            check_reach(each, stacks, np.array(slots), config=CONFIG)
+    with pytest.raises(ValueError, match="column 1, whose adapter is in slot 2, which is empty"):
+        check_reach(router, stacks, np.array([0, 2]), config=CONFIG)
+
+
+def test_adapters_of_another_base_are_refused_inside_jit_too(stacks):
+    others = tiny_config(num_layers=2), tiny_config(num_layers=1, hidden_size=32)
+    for other in others:
+        decoder = Decoder(other, random_arrays(other))
+        read = jax.jit(lambda each, decoder=decoder: decoder(
+            jnp.asarray([[1, 2]]), adapters=each, router=SequenceRouter(np.array([0]))
+        ))  # fmt: skip
+        with pytest.raises(ValueError, match=r"adapters are of another base: their .* = \(1, "):
+            read(stacks)
+
+
+def test_what_is_no_router_adapters_or_tokens_is_said_to_be_none(stacks):
+    decoder, tokens = Decoder(CONFIG, random_arrays(CONFIG)), jnp.asarray([[1, 2]])
+    router = SequenceRouter(np.array([0]))
+    unchecked = inspect.unwrap(Decoder.__call__)  # as users have it, without the tests' hook
+    with pytest.raises(ValueError, match="router is a str: expected a router"):
+        unchecked(decoder, tokens, adapters=stacks, router="learned")
+    with pytest.raises(ValueError, match=r"adapters is a tuple: expected bank\.stacks"):
+        unchecked(decoder, tokens, adapters=(1, 2), router=router)
+    for wrong in ("text", [1, 2], np.zeros((1, 2, 3), int)):
+        with pytest.raises(ValueError, match=r"tokens is .*: expected \(B, S\) token ids"):
+            unchecked(decoder, wrong)
 
 
 def test_a_learned_router_needs_the_map_inside_jit_too():
