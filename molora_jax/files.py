@@ -8,9 +8,12 @@ after they were held against its length, so a damaged header cannot ask for memo
 import collections
 import contextlib
 import difflib
+import errno
+import itertools
 import json
 import math
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,15 +87,23 @@ def open_file(path: str | Path, *, where: str, root: str | Path | None = None) -
 
 def near_path(path: str | Path) -> str:
     """The end of a message that `path` is not there: what beside it is named most alike, or ""."""
+    near = nearest_path(path)
+    return f"; did you mean {near}?" if near else ""
+
+
+def nearest_path(path: str | Path) -> str:
+    """What beside a path that is not there is named most alike, on one line; "" for none."""
     path = Path(path)
     try:
         absent = next(each for each in (*reversed(path.parents), path) if not os.path.lexists(each))
-        near = difflib.get_close_matches(absent.name, os.listdir(absent.parent), n=1)
+        with os.scandir(absent.parent) as entries:  # of a huge folder a part: each takes a while
+            names = [entry.name for entry in itertools.islice(entries, 2000)]
+        near = difflib.get_close_matches(absent.name, filter(str.isprintable, names), n=1)
         if not near:
             return ""
         beside = absent.with_name(near[0])
         whole = beside / path.relative_to(absent)
-        return f"; did you mean {one_line(str(whole if whole.exists() else beside))}?"
+        return one_line(str(whole if whole.exists() else beside))
     except (OSError, ValueError, StopIteration):  # too long a name, a folder that may not be listed
         return ""
 
@@ -215,11 +226,14 @@ def naming(where: object) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_path(path: str | Path) -> Iterator[None]:
-    """OSErrors inside that name no file, as a full disk's, name `path`."""
+    """A full disk inside names `path`, and so does every OSError that names no file."""
     try:
         yield
+    except shutil.Error as error:  # of copytree: (source, copy, why) of each file
+        raise OSError(f"{path} cannot be written: {error.args[0][0][2]}") from error
     except OSError as error:
-        if error.errno is None or error.filename is not None:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not full and (error.errno is None or error.filename is not None):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
 

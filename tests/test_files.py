@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import struct
 import tracemalloc
 
@@ -250,15 +251,38 @@ def test_a_mistyped_path_has_the_nearest_beside_it_in_its_message(tmp_path):
         ("adapters/coed", "adapters/code"),
     ]:
         assert near_path(tmp_path / wrong) == f"; did you mean {tmp_path / right}?"
-    for wrong in ("quite/other", "code.jsonl/file", "", "code.jsonl", "a" * 5000, "a\0b"):
+    (tmp_path / "w\x1b[31morld.tsv").touch()
+    for wrong in (
+        "world.tsv",
+        "quite/other",
+        "code.jsonl/file",
+        "",
+        "code.jsonl",
+        "a" * 5000,
+        "a\0b",
+    ):
         assert near_path(tmp_path / wrong) == ""
     with pytest.raises(FileNotFoundError, match=r"did you mean .*/code\.jsonl\?"):
         read_text(tmp_path / "code.json", where="text")
 
 
-def test_a_full_disk_names_what_was_written():
+def full_disk(source, target, **_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(source), None, str(target))
+
+
+def test_a_full_disk_names_what_was_written(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"No space left on device: 'out/x'"), naming_path("out/x"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "file").write_text("whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full_disk)
+        said = r"^out/x cannot be written: \[Errno 28\] No space left"
+        with pytest.raises(OSError, match=said), naming_path("out/x"):
+            shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copy)
+    with pytest.raises(OSError, match=r"No space left on device: 'out/x'"), naming_path("out/x"):
+        full_disk("here", "there")
     with pytest.raises(FileNotFoundError, match="'there'"), naming_path("out/x"):
         raise FileNotFoundError(errno.ENOENT, "none", "there")
     with pytest.raises(OSError, match="own words"), naming_path("out/x"):

@@ -1,5 +1,6 @@
 """What a base model is, as a sha256: of the files it was read from, or of its arrays in memory."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from molora_jax.models.cache import cache_folder, write_atomically
+from molora_jax.files import read_json
+from molora_jax.models.cache import cache_folder, remember
 from molora_jax.parallel.processes import fetch
 
 
@@ -31,14 +33,14 @@ def file_digest(path: str | Path) -> str:
     }
     name = hashlib.sha256(str(path).encode()).hexdigest()[:24]
     record = cache_folder() / "digests" / f"{name}.json"
-    if record.exists():
-        known = json.loads(record.read_text("utf-8"))
-        digest = known.pop("sha256")
-        if known == seen:
+    with contextlib.suppress(ValueError, OSError):  # absent, or damaged
+        known = read_json(record, where=str(record))
+        digest = known.pop("sha256", None)
+        if known == seen and isinstance(digest, str):
             return digest
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    write_atomically(record, json.dumps(seen | {"sha256": digest}))
+    remember(record, json.dumps(seen | {"sha256": digest}))
     return digest
 
 

@@ -14,7 +14,7 @@ from molora_jax.files import read_json
 from molora_jax.generation.generate import generate
 from molora_jax.generation.sampling import Sampling
 from molora_jax.models import BaseModel
-from molora_jax.models.cache import cache_folder, write_atomically
+from molora_jax.models.cache import cache_folder, remember
 from molora_jax.models.decoder import Decoder
 from molora_jax.parallel import computing, current_mesh, fetch, place
 from molora_jax.routing.statistics import RouterStatistics, few_tokens
@@ -116,10 +116,11 @@ def self_written(base: BaseModel, *, length: int, rows: int = 32) -> Int[np.ndar
     device, dtype = jax.devices()[0].device_kind, base.decoder.embedding[...].dtype.name
     key = f"{base.digest} {dtype} {length} {rows} {device} {jax.__version__}"
     file = cache_folder() / "foreign_text" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    # Of several processes all write, or none: the cache of one may be another folder.
-    alone = jax.process_count() == 1
-    if key not in _WRITTEN and alone and (kept := _kept(file, (rows, length))) is not None:
-        _WRITTEN[key] = kept
+    # Where sums are split the last bits are others; and of several processes all write, or none,
+    # since the cache of one may be another folder.
+    kept = current_mesh() is None and jax.process_count() == 1
+    if key not in _WRITTEN and kept and (read := _read(file, key, rows, length, base)) is not None:
+        _WRITTEN[key] = read
     if key not in _WRITTEN:
         first = base.tokenizer.encode("\n")
         count = min(2 * length, base.config.max_positions - len(first))
@@ -135,21 +136,24 @@ def self_written(base: BaseModel, *, length: int, rows: int = 32) -> Int[np.ndar
         _WRITTEN[key] = np.stack(
             [row.tokens[at : at + length] for row, at in zip(written, starts, strict=True)]
         )
-        if alone:
-            write_atomically(file, json.dumps({"key": key, "tokens": _WRITTEN[key].tolist()}))
+        if kept:
+            remember(file, json.dumps({"key": key, "tokens": _WRITTEN[key].tolist()}))
     return _WRITTEN[key]
 
 
 _WRITTEN: dict[str, np.ndarray] = {}
 
 
-def _kept(file: Path, shape: tuple[int, int]) -> np.ndarray | None:
-    """The token ids in a file of the cache; None where there are none of that shape."""
+def _read(file: Path, key: str, rows: int, length: int, base: BaseModel) -> np.ndarray | None:
+    """The token ids in a file of the cache; None where it holds others, or none."""
     try:
-        tokens = np.asarray(read_json(file, where=str(file)).get("tokens"))
-    except (ValueError, OSError):
+        found = read_json(file, where=str(file))
+        tokens = np.asarray(found.get("tokens"))
+        check_token_ids(tokens, base.config.vocab_size)
+    except (ValueError, OSError, TypeError):
         return None
-    return tokens if tokens.shape == shape and tokens.dtype.kind == "i" else None
+    right = tokens.shape == (rows, length) and found.get("key") == key
+    return tokens if right and tokens.dtype.kind == "i" else None
 
 
 @jax.jit

@@ -213,4 +213,12 @@ def test_file_digest_is_kept_until_the_file_changes(tmp_path, monkeypatch):
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file_digest(path) == hashlib.sha256(b"two").hexdigest()
     path.write_bytes(b"three")
-    assert file_digest(path) == hashlib.sha256(b"three").hexdigest()
+    expected = hashlib.sha256(b"three").hexdigest()
+    assert file_digest(path) == expected
+    (record,) = (tmp_path / "cache" / "digests").iterdir()
+    for damaged in ("", "{", "[]", "null", '{"a": 1}', '{"sha256": 1}'):
+        record.write_text(damaged)
+        assert file_digest(path) == expected
+    record.unlink()
+    record.mkdir()  # cannot be written
+    assert file_digest(path) == expected

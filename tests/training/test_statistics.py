@@ -1,6 +1,7 @@
 """Gathering statistics: the base alone reads, own tokens alone count, and it repeats itself."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -93,7 +94,10 @@ def test_foreign_text_is_written_once_for_all_processes(base, cache, monkeypatch
     text = self_written(base, length=6, rows=3)
     (file,) = cache.iterdir()
     whole = file.read_text()
+    foreign = json.loads(whole) | {"key": "of another base"}
+    unknown = json.loads(whole) | {"tokens": np.full((3, 6), base.config.vocab_size).tolist()}
     damaged = [whole[:20], "", whole.replace("[[", "[[0, "), '{"tokens": [["a"]]}', "{}"]
+    damaged += [json.dumps(foreign), json.dumps(unknown)]
     for kept in [whole, *damaged]:
         file.write_text(kept)
         monkeypatch.setattr(statistics, "_WRITTEN", {})
@@ -113,6 +117,17 @@ def test_bad_windows_and_prefixes_are_refused(base):
     bad.tokens[0, 0] = base.config.vocab_size
     with pytest.raises(ValueError, match=r"windows: tokens\[0, 0\] is token id"):
         gather_statistics(base, bad, num_features=8)
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(base, cache, monkeypatch, caplog):
+    text = self_written(base, length=6, rows=3)
+    (file,) = cache.iterdir()
+    file.unlink()
+    file.mkdir()
+    monkeypatch.setattr(statistics, "_WRITTEN", {})
+    np.testing.assert_array_equal(text, self_written(base, length=6, rows=3))
+    assert "nothing is kept in the cache" in caplog.text
+    assert list(cache.iterdir()) == [file]
 
 
 def test_windows_as_long_as_the_context_have_foreign_text_too(base, cache):
