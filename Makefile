@@ -96,11 +96,13 @@ deviceless: $(VENV)/.installed-deviceless
 # NOTEBOOK=NAME runs one. MOLORA_BASE and MOLORA_ADAPTERS=PATH:PATH are a base and adapters of your own.
 notebooks: $(VENV)/.installed-notebooks
 	@mkdir -p $(PAGES)
+	@ls $(NOTEBOOKS)/$(or $(NOTEBOOK),*).py >/dev/null 2>&1 || { echo "make: there is no notebook" \
+	  "$(NOTEBOOK); there are: $(basename $(notdir $(wildcard $(NOTEBOOKS)/*.py)))" >&2; exit 1; }
 	@set -e; for file in $(NOTEBOOKS)/$(or $(NOTEBOOK),*).py; do \
 	  name=$$(basename $$file .py); echo "$$name"; \
-	  $(python) -m jupytext --quiet --to ipynb --output $(PAGES)/$$name.ipynb $$file; \
-	  MOLORA_OUT=$(CURDIR)/$(PAGES) $(python) -m nbconvert --execute --to html \
-	    --log-level WARN --ExecutePreprocessor.timeout=3600 $(PAGES)/$$name.ipynb; done
+	  MOLORA_OUT=$(CURDIR)/$(PAGES) $(python) -m jupytext --quiet --execute --run-path . \
+	    --to ipynb --output $(PAGES)/$$name.ipynb $$file; \
+	  $(python) -m nbconvert --to html --log-level WARN $(PAGES)/$$name.ipynb; done
 	@echo "Written to $(PAGES)/*.html"
 
 # Builds dist/ and checks what is in it; then installs the wheel alone into a fresh environment of each

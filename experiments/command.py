@@ -76,7 +76,8 @@ def completion(shell: str) -> str:
         f"    {name}) fields='{' '.join(f'{each}=' for each in field_names.names(entry.module))}';;"
         for name, entry in registry.EXPERIMENTS.items()
     ]
-    verbs = [f"    {verb}) options='{' '.join(all_of)}';;" for verb, all_of in options().items()]
+    words = {"completion": ["bash", "zsh"], **options()}
+    verbs = [f"    {verb}) options='{' '.join(all_of)}';;" for verb, all_of in words.items()]
     flags = "--experiment= --scale= --sweep= --seed= --workdir= --fields --list --rerun --help"
     zsh = ["autoload -Uz bashcompinit && bashcompinit"] if shell == "zsh" else []
     return "\n".join(
@@ -92,7 +93,8 @@ def completion(shell: str) -> str:
             "    case ${COMP_WORDS[1]} in",
             *verbs,
             "    esac",
-            '    [[ $word == -* ]] && COMPREPLY=($(compgen -W "$options" -- "$word"))',
+            "    [[ $word == -* || ${COMP_WORDS[1]} = completion ]] &&",
+            '      COMPREPLY=($(compgen -W "$options" -- "$word"))',
             "    return",
             "  fi",
             # bash ends a word at =, so what follows it is a word of its own.
@@ -125,7 +127,7 @@ def _unknown(verb: str, rest: Sequence[str]) -> int:
 
     known = (*OTHERS, *VERBS)
     if verb == "completion":
-        said = f"completion {' '.join(rest)}: expected bash or zsh"
+        said = f"{' '.join([verb, *rest])}: expected bash or zsh"
     else:
         near = registry.hint(verb, known)
         said = f"unknown command {registry.one_line(verb)!r} (known: {', '.join(known)}){near}"

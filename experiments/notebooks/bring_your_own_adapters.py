@@ -31,7 +31,7 @@ import molora_jax as mj
 
 SCALE = os.environ.get("MOLORA_SCALE", "cpu")
 OUT = Path(os.environ.get("MOLORA_OUT", "out/notebooks"))
-BASE = os.environ.get("MOLORA_BASE", {"tiny": "tiny-random", "cpu": "smollm2-135m"}[SCALE])
+BASE = os.environ.get("MOLORA_BASE") or {"tiny": "tiny-random", "cpu": "smollm2-135m"}[SCALE]
 NEW_TOKENS = {"tiny": 8, "cpu": 24}[SCALE]
 
 base = mj.load_base(BASE)

@@ -206,6 +206,10 @@ class Composition:
         router that was edited or damaged; FileNotFoundError where there is no composition.
         """
         folder = Path(path)
+        if not (base is None or hasattr(base, "digest")):
+            raise ValueError(
+                f"base is {base!r}: pass load_base(NAME), or nothing where it is known"
+            )
         record = read_record(folder)
         router = read_router(folder, record)
         if base is None:

@@ -74,6 +74,11 @@ def read_record(folder: Path) -> Record:
     """Reads molora.json. Raises FileNotFoundError, or ValueError naming the field and its value."""
     file = folder / RECORD_FILE
     if not file.is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise FileNotFoundError(
+                f"no composition at {folder}: it is an adapter, which --adapter and load_adapter "
+                "take. `molora compose` makes a composition of several"
+            )
         raise FileNotFoundError(
             f"no composition at {folder}: expected a folder with {RECORD_FILE}{near_path(folder)}"
         )

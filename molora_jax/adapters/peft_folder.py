@@ -23,7 +23,10 @@ ADAPTER_FILES = PEFT_FILES | {STATISTICS_FILE}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # Other layouts by a file that tells them: what it is, and the way out.
 _OTHER_LAYOUTS = {
-    "molora.json": "a composition: read it with Composition.load, or load one folder of adapters/",
+    "molora.json": (
+        "a composition, which --composition, --add_to and Composition.load take; its adapters are "
+        "the folders in its adapters/"
+    ),
     "adapters.safetensors": (
         "an MLX adapter, whose matrices are transposed and whose scale is stored otherwise: "
         "convert it to PEFT (transpose lora_a and lora_b, lora_alpha = scale * rank)"
@@ -36,9 +39,7 @@ _OTHER_LAYOUTS = {
         "folder it was converted from; as a model give it to load_base"
     ),
     "result.json": "the run of an experiment: its adapter or composition is a folder in it",
-    "config.json": (
-        "a whole model, not an adapter: give it to load_base, or extract a LoRA from it first"
-    ),
+    "config.json": ("a whole model, not an adapter: it is what --base and load_base take"),
 }
 
 
@@ -114,7 +115,7 @@ def _in_hub(name: str, owner: str, model: str, revision: str | None) -> Path:
         hint = f" Did you mean {near[0]!r}?" if near and near[0] != f"{owner}/{model}" else ""
         raise FileNotFoundError(
             f"no adapter at {name}: there is no such folder, and none of that name in the Hugging "
-            f"Face cache ({hub_repo(owner, model)}{at}).{hint} {remedy}"
+            f"Face cache ({hub_repo(owner, model)}{at}).{hint} {remedy}{near_path(name)}"
         )
     try:
         _check_files(snapshot)

@@ -12,7 +12,7 @@ from absl import logging
 
 from molora_jax.adapters.report import public_base_name
 from molora_jax.display.progress import waiting
-from molora_jax.files import naming, near_path, one_line, read_json
+from molora_jax.files import naming, near_path, nearest_path, one_line, read_json
 from molora_jax.hub import (
     HUB_NAME,
     cached_names,
@@ -133,7 +133,8 @@ def _located(name: str) -> Path | None:
     if (match := HUB_NAME.fullmatch(name)) and not name.endswith(".gguf"):
         return _model_at(_hub_snapshot(*match.groups()), name)
     near = difflib.get_close_matches(name, [*NAMES, *cached_names()], n=3, cutoff=0.5)
-    hint = f"; did you mean {' or '.join(near)}?" if near else near_path(name)
+    near = [each for each in (nearest_path(name), *near) if each]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise ValueError(
         f"base model {one_line(name)!r} is neither a path that exists nor a known name"
         + (hint or ".")
@@ -299,6 +300,6 @@ def _download(name: str, revision: str | None) -> Path:
         raise ConnectionError(
             f"base model {name!r} is neither a path that exists nor in {hub_folder()}, and the "
             f"download failed: {words[0] if words else type(error).__name__}. Check the name and "
-            f"the network, or use one of {', '.join(NAMES)}."
+            f"the network, or use one of {', '.join(NAMES)}{near_path(name)}"
         ) from error
     return Path(folder)

@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> int:
     for name, path in paths.items():
         if any(name == each.name for each in adapters):
             raise Misuse(
-                f"the composition has an adapter {name!r} already: --without {name} leaves it out, "
-                f"OTHER={path} gives the new one another name"
+                f"the composition has an adapter {name!r} already: --without {name} leaves it out; "
+                f"another adapter needs another name, OTHER={path}"
             )
         adapters.append(_read(name, path, base, kind))
     texts = compose_check.read_checks(args.check, [each.name for each in adapters], base)

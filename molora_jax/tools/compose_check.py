@@ -110,13 +110,23 @@ def show_own_shares(base: BaseModel, composition: Composition, texts: Mapping[st
     for label, name in enumerate(names):
         shares = (f"{values[label]:.0%}" for values in at.values())
         rows.append([name, int((domains == label).sum()), *shares])
-    title = f"Share of the tokens of each text that go to its adapter (by chance {chance:.0%})"
+    title = (
+        f"Share of the tokens of each text that go to its adapter (by chance {chance:.0%}; more of "
+        "texts that it was trained on)"
+    )
     show(Table(["texts of", "tokens", *at], rows, right=list(at), title=title))
     for label, name in enumerate(names):
         _warn_of_chance(name, {what: float(of[label]) for what, of in at.items()}, chance)
 
 
 def _warn_of_chance(name: str, shares: Mapping[str, float], chance: float) -> None:
+    if shares["main adapter"] < chance - MARGIN:
+        warn(
+            f"adapter {name!r} has fewer of the tokens of its texts than by chance: others are "
+            f"taken to be nearer. Is the file at --check {name}= of its kind, and were its "
+            "statistics gathered over its own texts?"
+        )
+        return
     # The first layer reads bare embeddings, and all words that two kinds of text share.
     low = [at for at, share in shares.items() if at != "layer 0" and share < chance + MARGIN]
     if low:

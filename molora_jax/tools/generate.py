@@ -70,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             _show(base, arm, ids, answer, used)
     if args.json:
-        print_json({"base": base.name, "prompt_tokens": len(ids), "arms": answers})
+        read = {"prompt_tokens": len(ids), "prompt_pieces": base.tokenizer.pieces(ids)}
+        print_json({"base": base.name, **read, "arms": answers})
     elif args.composition:
         next_step(args, "serve", "--base", args.base, "--composition", args.composition)
     return 0
@@ -136,6 +137,7 @@ def _answer(
     count = len(ids) + len(tokens)
     main = made.main_adapters
     used = np.full(count, -1) if main is None else main[:count]
+    names = [None if slot < 0 else arm.slot_names[slot] for slot in used]
     # The first two tokens wait for the compiler.
     spent = times[-1] - times[1] if len(times) > 2 else 0.0
     answer = {
@@ -143,7 +145,8 @@ def _answer(
         "text": text,
         "tokens": tokens,
         "pieces": pieces,
-        "adapters": [None if i < 0 else arm.slot_names[i] for i in used[len(ids) :]],
+        "adapters": names[len(ids) :],
+        "prompt_adapters": names[: len(ids)],
         "finish_reason": finish,
         "tokens_per_s": (len(times) - 2) / spent if spent else None,
     }

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
             f"{folder} cannot be written: --out DIR writes a copy of the adapter there, "
             "statistics and all"
         )
-    if not Path(args.data).exists():
+    if not Path(args.data).is_file():
         raise ValueError(
             f"--data {args.data}: there is no such file; expected JSON lines{near_path(args.data)}"
         )
@@ -53,9 +53,12 @@ def run(args: argparse.Namespace) -> int:
                     shutil.copyfile(folder / name, copy / name)
             save_statistics(found, copy, **digests)
     path = out / STATISTICS_FILE
+    rows = min(windows.num_rows, args.rows)
+    read = f"{rows} of {windows.num_rows} windows (--rows)" if rows < windows.num_rows else "all"
     print(
         f"{path}: {found.count} of the adapter's own tokens, {found.num_features or 'all'} "
         f"features of {len(found.moments)} layers, {path.stat().st_size:,} bytes\n"
+        f"  from {read}, half of each behind the base's own text, where adapters' text may begin\n"
         f"  for adapter sha256:{adapter.digest[:12]} under base sha256:{base.digest[:12]}; no "
         "text is in it"
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from molora_jax.files import one_line
 from molora_jax.models import Tokenizer
 from molora_jax.training.data import Batch, check_seq_len, concatenate, make_batch, pack
 
@@ -121,7 +122,10 @@ def _entries(path: Path):
                     raise ValueError(
                         f"{where}: the file is a JSON array; {_ARRAY}; {EXPECTED}"
                     ) from error
-                raise ValueError(f"{where}: {error}; {EXPECTED}") from error
+                said = str(error)
+                if isinstance(error, json.JSONDecodeError):  # it takes the line for the whole file
+                    said = f"{error.msg} at column {error.colno} of {one_line(text, limit=100)!r}"
+                raise ValueError(f"{where}: {said}; {EXPECTED}") from error
             if entry is not None or text:
                 _check(where, entry)
                 yield where, entry
@@ -130,7 +134,7 @@ def _entries(path: Path):
 def _check(where: str, entry: Any) -> None:
     problem = None
     if not isinstance(entry, dict):
-        problem = f"found {type(entry).__name__} {entry!r:.60}"
+        problem = f"found {json.dumps(entry)[:60]}"
         if isinstance(entry, list):
             problem = f"the line is a JSON array; {_ARRAY}"
     elif "text" in entry and "messages" in entry:

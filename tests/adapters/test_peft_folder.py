@@ -138,7 +138,7 @@ def test_a_name_cannot_lead_out_of_the_cache(hub, name, tmp_path, monkeypatch):
         ("adapters.safetensors", "an MLX adapter.*convert it to PEFT"),
         ("pytorch_lora_weights.safetensors", "a LoRA for diffusers"),
         ("Llama-lora-f16.gguf", "a GGUF file.*load the PEFT folder"),
-        ("molora.json", r"a composition: read it with Composition\.load"),
+        ("molora.json", r"a composition, which --composition, --add_to and Composition\.load"),
     ],
 )
 def test_another_layout_is_named(folder, name, said):

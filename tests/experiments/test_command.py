@@ -52,6 +52,7 @@ def test_it_plans_compares_and_says_its_version(capsys):
         ("molora generate --compo", ["--composition"]),
         ("molora compose a b --base tiny-random --add", ["--add_to"]),
         ("molora generate --base tiny", []),
+        ("molora completion z", ["zsh"]),
     ],
 )
 def test_a_shell_completes_words(line, wanted):

@@ -132,6 +132,7 @@ def test_a_misuse_is_one_line_and_exit_code_2(tool, argv, words):
         (["compose", "--add_to", "no", "--base", "no/base", "--out", "{tmp}/x"], "no composition"),
         (["generate", "--base", "no/base", "--prompt", "x", "--adapter", "nowhere"], "at nowhere"),
         (["generate", "--base", "no/base", "--prompt", "x", "--composition", "no"], "no comp"),
+        (["generate", "--base", "no/base", "--prompt", "x", "--composition", "{a}"], "an adapter"),
         (["serve", "--base", "no/base", "--adapters", "a=nowhere"], "no adapter at nowhere"),
         (["serve", "--model", "no/base", "--composition", "no"], "no composition at no"),
         (["merge", "{a}", "--out", "/proc/nope/x"], "no folder can be made in /proc (No such"),
