@@ -222,6 +222,11 @@ def main(
         status, _ = execute(resolved[0], digests[0])
     except ValueError as error:
         _misused(str(error))
+    except BrokenPipeError:  # an OSError, and no failure: `leave` sees to it
+        raise
+    except OSError as error:  # a run's folder that cannot be written, as on a full disk
+        print(f"{program()}: {one_line(str(error))}", file=sys.stderr)
+        return 1
     return 0 if status == "complete" else 1
 
 

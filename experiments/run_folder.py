@@ -76,7 +76,7 @@ class Run:
         if resume and self._metrics_path.exists():
             self._rewrite_metrics(lambda line: True)
         else:
-            self._metrics_path.write_text("", encoding="utf-8")
+            artifacts.write_atomically(self._metrics_path, "")
 
     def log_metrics(self, values: Mapping[str, Any], *, step: int, phase: str = "") -> None:
         """Appends {"phase", "step", **values} to metrics.jsonl; NaN becomes null.

@@ -1,7 +1,9 @@
 """The command line: flags, gin, scales, sweeps and exit codes."""
 
 import dataclasses
+import errno
 import json
+import os
 import pathlib
 import re
 import shlex
@@ -257,6 +259,17 @@ def test_a_workdir_that_cannot_be_made_is_a_misuse(call, capsys, tmp_path):
     (tmp_path / "runs").write_text("a file")
     assert call()[0] == 2
     assert "--workdir=" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_with_the_file(call, capsys, monkeypatch):
+    def full(self, *_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    code, made = call()
+    assert (code, made) == (1, [])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"molora run: \[Errno 28\] No space left on device: '.*/toy/.*'$", said)
 
 
 def test_a_mistake_in_the_code_shows_its_trace(call, caplog, monkeypatch):

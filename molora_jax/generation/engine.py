@@ -193,7 +193,7 @@ class Engine:
         }
         missing["decode"] = programs.decode, (np.zeros(self.rows, bool),)
         missing = {name: each for name, each in missing.items() if name not in self._programs}
-        with Progress("getting programs ready", len(missing)) as progress:
+        with Progress("programs compiled", len(missing)) as progress:
             for name, (program, arguments) in missing.items():
                 chosen = functools.partial(program, strategy=self.strategy)
                 with computing(self._mesh):
