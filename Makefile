@@ -45,14 +45,14 @@ install = $(python) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 # What another Python or JAX may change: the maths and its programs, files, processes, command lines.
-# Experiments stand on these; kernels have one contract in many shapes, and the server, the tools and
-# training many cases of the same programs, of which these are some. The examples of test_public.py
-# call all that is public.
-VERSIONED := $(addprefix tests/,adapters display generation models parallel routing \
-  $(addprefix serving/test_,answers.py clients.py command.py) $(addprefix tools/test_,generate_verb.py main.py) \
-  $(addprefix training/test_,adapter.py checkpoint.py evaluate.py loop.py losses.py run_folder.py) \
+# Of many cases of the same programs these are some; experiments stand on them. The examples of
+# test_public.py call all that is public.
+VERSIONED := $(addprefix tests/,adapters display parallel generation/test_engine.py \
+  $(addprefix models/test_,decoder.py export.py gguf.py lookup.py tokenizer.py weights.py) \
+  $(addprefix routing/test_,reach.py routers.py select.py) $(addprefix serving/test_,clients.py command.py) \
+  $(addprefix training/test_,checkpoint.py loop.py losses.py run_folder.py) \
   $(addprefix experiments/test_,launcher.py results.py settings.py) \
-  pallas_kernels/test_kernels.py test_public.py test_run.py test_setup.py)
+  pallas_kernels/test_kernels.py tools/test_main.py test_public.py test_run.py test_setup.py)
 
 # markers of tests that need more than the extra "dev" installs
 NEEDS_MORE := parity or gpu or deviceless

@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
             save_statistics(found, copy, **digests)
     path = out / STATISTICS_FILE
     rows = min(windows.num_rows, args.rows)
-    read = f"{rows} of {windows.num_rows} windows (--rows)" if rows < windows.num_rows else "all"
+    left = f" of {windows.num_rows} (--rows reads more)" if rows < windows.num_rows else ""
     print(
         f"{path}: {found.count} of the adapter's own tokens, {found.num_features or 'all'} "
         f"features of {len(found.moments)} layers, {path.stat().st_size:,} bytes\n"
-        f"  from {read}, half of each behind the base's own text, where adapters' text may begin\n"
+        f"  from {rows} windows{left}, of each what fits behind a beginning that the base wrote\n"
         f"  for adapter sha256:{adapter.digest[:12]} under base sha256:{base.digest[:12]}; no "
         "text is in it"
     )
