@@ -101,7 +101,7 @@ def test_arrow_with_one_projection_is_a_router_per_layer(projection, base, tmp_p
         eps=decoder.config.rms_norm_eps,
     )
     stacks = bank_of(decoder, *adapters).stacks
-    routed = {"adapters": stacks, "router": router, "column_to_slot": None}
+    routed = {"adapters": stacks, "router": router, "column_to_slot": np.arange(C)}
     ours = map(np.asarray, our_logits(decoder, *both_sides(base_prompts()), routed))
     assert compare(base, worst, "Arrow", ours, theirs).min() > VISIBLE
 
