@@ -379,5 +379,6 @@ def _compared(asked: argparse.Namespace) -> int:
         if asked.out:
             folder = asked.out if len(groups) == 1 else asked.out / each.experiment
             with naming_path(folder):
-                print(each.write(folder), file=sys.stderr)
+                written = each.write(folder)
+            print(written, file=sys.stderr)
     return 0

@@ -23,7 +23,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 COMPILED = ROOT / ".pytest_cache" / "programs"
 CHECKED_PACKAGES = ["molora_jax", "pallas_kernels"]
-# More than half a minute each, the others much less.
+# Half a minute and more each on a quiet core (--junitxml), the others less.
 LONGEST = (
     "parallel/test_sharded.py",
     "pallas_kernels/test_lora_delta.py",

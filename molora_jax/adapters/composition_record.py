@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from molora_jax.adapters.names import PROJECTIONS, brief, check_label, nearest, shortened
+from molora_jax.adapters.peft_folder import CONFIG_FILE
 from molora_jax.files import near_path, read_json, read_safetensors
 from molora_jax.routing.registry import (
     Router,
@@ -74,7 +75,7 @@ def read_record(folder: Path) -> Record:
     """Reads molora.json. Raises FileNotFoundError, or ValueError naming the field and its value."""
     file = folder / RECORD_FILE
     if not file.is_file():
-        if (folder / "adapter_config.json").is_file():
+        if (folder / CONFIG_FILE).is_file():
             raise FileNotFoundError(
                 f"no composition at {folder}: it is an adapter, which --adapter and load_adapter "
                 "take. `molora compose` makes a composition of several"

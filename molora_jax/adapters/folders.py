@@ -17,8 +17,7 @@ def new_folder(path: str | Path, *, owned: Set[str], overwrite: bool) -> Iterato
     An existing folder is replaced only with `overwrite`, and only where it holds nothing but
     `owned` names, so that a mistyped path cannot delete somebody's data.
 
-    Raises as `check_folder`; an OSError of the block that names no file, as that of a full disk,
-    names the folder.
+    Raises as `check_folder`; in the block a full disk, and an OSError without a file, name `path`.
     """
     path = Path(path)
     check_folder(path, owned=owned, overwrite=overwrite)

@@ -39,7 +39,7 @@ _OTHER_LAYOUTS = {
         "folder it was converted from; as a model give it to load_base"
     ),
     "result.json": "the run of an experiment: its adapter or composition is a folder in it",
-    "config.json": ("a whole model, not an adapter: it is what --base and load_base take"),
+    "config.json": "a whole model, not an adapter: it is what --base and load_base take",
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 from absl import logging
 
+from molora_jax.adapters.peft_folder import CONFIG_FILE
 from molora_jax.adapters.report import public_base_name
 from molora_jax.display.progress import waiting
 from molora_jax.files import naming, near_path, nearest_path, one_line, read_json
@@ -152,7 +153,7 @@ def _model_at(path: Path, name: str) -> Path:
             "folder that holds config.json and model.safetensors"
         )
     if (path / "config.json").exists():
-        if (path / "adapter_config.json").exists():
+        if (path / CONFIG_FILE).exists():
             raise ValueError(
                 f"base model {name!r}: {path} also holds an adapter (adapter_config.json), which "
                 "transformers would add to the model. Move its two files to a folder of their own "
@@ -162,7 +163,7 @@ def _model_at(path: Path, name: str) -> Path:
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return ggufs[0]
-    if (path / "adapter_config.json").exists():
+    if (path / CONFIG_FILE).exists():
         raise ValueError(
             f"base model {name!r}: {path} is an adapter (adapter_config.json){_its_base(path)}. "
             "Load its base here, and the folder as an adapter: load_adapter(FOLDER), --adapter"
@@ -184,7 +185,7 @@ def _model_at(path: Path, name: str) -> Path:
 def _its_base(folder: Path) -> str:
     """What an adapter's config says that it was trained on, in words to follow, or ""."""
     try:
-        config = read_json(folder / "adapter_config.json", where=str(folder), root=folder)
+        config = read_json(folder / CONFIG_FILE, where=str(folder), root=folder)
     except (ValueError, OSError):
         return ""
     stated = config.get("base_model_name_or_path")
@@ -300,6 +301,6 @@ def _download(name: str, revision: str | None) -> Path:
         raise ConnectionError(
             f"base model {name!r} is neither a path that exists nor in {hub_folder()}, and the "
             f"download failed: {words[0] if words else type(error).__name__}. Check the name and "
-            f"the network, or use one of {', '.join(NAMES)}{near_path(name)}"
+            f"the network, or use one of {', '.join(NAMES)}{near_path(name) or '.'}"
         ) from error
     return Path(folder)
